@@ -1,0 +1,45 @@
+# make serve    a server with sparse decode, on this host's GPU or CPU; Ctrl-C stops it
+# make test     all tests
+# make lint     style and types
+# make clean    removes what the others made here; the sample model stays in its cache
+
+# Folder of the virtual environment; "none" uses the packages of PYTHON as they are and installs nothing.
+VENV ?= .venv
+# Interpreter that makes the environment, or, with VENV=none, that runs everything.
+PYTHON ?= python3
+PORT ?= 30000
+# Model folder; by default the sample model is fetched.
+MODEL ?=
+# More flags for sglang.launch_server.
+EXTRA_ARGS ?=
+PYTEST_ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+
+ifeq ($(VENV),none)
+PREPARE = site=$$("$(PYTHON)" scripts/local_site.py); export PYTHONPATH="$$site$${PYTHONPATH:+:$$PYTHONPATH}"
+RUN = "$(PYTHON)"
+else
+PREPARE = "$(PYTHON)" scripts/setup_venv.py "$(VENV)"
+RUN = "$(abspath $(VENV))/bin/python"
+endif
+
+.PHONY: serve test lint clean venv
+
+serve:
+	@$(PREPARE); exec $(RUN) scripts/serve.py --port "$(PORT)" --model "$(MODEL)" -- $(EXTRA_ARGS)
+
+test:
+	@$(PREPARE); exec $(RUN) -m pytest $(PYTEST_ARGS)
+
+lint:
+	@$(PREPARE); $(RUN) -m ruff check .; $(RUN) -m ruff format --check .; $(RUN) -m mypy
+
+venv:
+	@$(PREPARE)
+
+clean:
+	rm -rf .venv build .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,43 @@
+"""Operations of a sparse decode step on a paged KV pool: torch and Triton only, usable from any engine.
+
+Each operation has a file of its name, a Triton kernel for GPUs and a torch reference of the same signature.
+"""
+
+from .block_mass_exact import block_mass_exact, block_mass_exact_reference
+from .block_mass_statistics import block_mass_statistics, block_mass_statistics_reference
+from .block_mass_thumbnail import block_mass_thumbnail, block_mass_thumbnail_reference
+from .block_statistics import STATISTICS_OF_KIND, block_statistics, block_statistics_reference
+from .combine import combine, combine_reference
+from .coverage_rule import coverage_rule, coverage_rule_reference
+from .page_table import snapshot_page_table, snapshot_page_table_reference
+from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
+from .step_totals import step_totals
+from .thumbnail import thumbnail, thumbnail_reference, unpack_codes
+from .top_k_rule import top_k_rule, top_k_rule_reference
+
+__all__ = [
+    "STATISTICS_OF_KIND",
+    "AttentionWorkspace",
+    "block_mass_exact",
+    "block_mass_exact_reference",
+    "block_mass_statistics",
+    "block_mass_statistics_reference",
+    "block_mass_thumbnail",
+    "block_mass_thumbnail_reference",
+    "block_statistics",
+    "block_statistics_reference",
+    "combine",
+    "combine_reference",
+    "coverage_rule",
+    "coverage_rule_reference",
+    "snapshot_page_table",
+    "snapshot_page_table_reference",
+    "sparse_attention",
+    "sparse_attention_reference",
+    "step_totals",
+    "thumbnail",
+    "thumbnail_reference",
+    "top_k_rule",
+    "top_k_rule_reference",
+    "unpack_codes",
+]

@@ -1,0 +1,85 @@
+"""Pieces of the block-mass kernels: query tiles, block log-sum-exp, and exact scores of a page's tokens."""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+REQUESTS = 64
+"""Requests that a program looks at in one step when it searches its share."""
+
+
+def padded_group(group_size: int) -> int:
+    """Columns of a query tile: a power of two that the tensor cores take."""
+    return max(8, triton.next_power_of_2(group_size))
+
+
+def token_tile(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a key tile: at most a page, and at most 32 KiB of keys."""
+    return min(page_size, 64, 32768 // (triton.next_power_of_2(head_dim) * dtype.itemsize))
+
+
+@triton.jit
+def load_query(
+    q, batch_stride, head_stride, b, h, start, WIDTH, G: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Channels `start` to `start + WIDTH` of a row's queries: `[ROWS, GROUP]`, zeros beyond WIDTH and G."""
+    channels = tl.arange(0, ROWS)[:, None]
+    heads = tl.arange(0, GROUP)[None, :]
+    pointers = q + b.to(tl.int64) * batch_stride + (h * G + heads) * head_stride + start + channels
+    return tl.load(pointers, mask=(channels < WIDTH) & (heads < G), other=0.0)
+
+
+@triton.jit
+def block_log_mass(scores, BLOCK: tl.constexpr):
+    """Log-sum-exp over blocks of tokens: scores in nats times log2(e), `[T, GROUP]`, to nats, `[T // BLOCK, GROUP]`."""
+    tiles = tl.reshape(scores, (scores.shape[0] // BLOCK, BLOCK, scores.shape[1]))
+    highest = tl.max(tiles, 1)
+    # A block without a valid token is not stored, but must not raise inf - inf.
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    return (highest + tl.log2(tl.sum(tl.exp2(tiles - highest[:, None, :]), 1))) * LN_2
+
+
+@triton.jit
+def store_blocks(out_row, group_stride, mass, first_block, end_block, G: tl.constexpr):
+    """Stores `mass [blocks, GROUP]` at blocks from `first_block` on, those below `end_block` only."""
+    blocks = first_block + tl.arange(0, mass.shape[0])[:, None]
+    heads = tl.arange(0, mass.shape[1])[None, :]
+    tl.store(out_row + heads * group_stride + blocks, mass, mask=(heads < G) & (blocks < end_block))
+
+
+@triton.jit
+def exact_tile(query, keys, slot_stride, slot, count, scale_log2, T: tl.constexpr, D: tl.constexpr):
+    """Scores times log2(e), `[T, GROUP]`, of `count` tokens from `slot` on; -inf beyond. `query` is `[ROWS, GROUP]`."""
+    tokens = tl.arange(0, T)[:, None]
+    channels = tl.arange(0, query.shape[0])[None, :]
+    # Tokens beyond the sequence may hold anything, NaN included: they must not be loaded.
+    tile = tl.load(keys + (slot + tokens) * slot_stride + channels, mask=(tokens < count) & (channels < D), other=0.0)
+    scores = tl.dot(tile, query, input_precision="ieee") * scale_log2
+    return tl.where(tokens < count, scores, float("-inf"))
+
+
+@triton.jit
+def write_open_page(
+    query,
+    keys,
+    slot_stride,
+    pages,
+    length,
+    out_row,
+    group_stride,
+    scale_log2,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Writes the exact log mass of the blocks of a row's open page."""
+    closed = length // PAGE
+    slot = tl.load(pages + closed).to(tl.int64) * PAGE
+    for start in range(0, length % PAGE, T):
+        scores = exact_tile(query, keys, slot_stride, slot + start, length % PAGE - start, scale_log2, T, D)
+        first_block = closed * (PAGE // BLOCK) + start // BLOCK
+        store_blocks(out_row, group_stride, block_log_mass(scores, BLOCK), first_block, tl.cdiv(length, BLOCK), G)

@@ -1,0 +1,312 @@
+"""The kernel behind both selection rules: one program for each row."""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _threshold_search as threshold_search
+
+SINGLE_LIMIT = 8192
+"""Largest row capacity, in blocks, that a program keeps in registers; longer rows go through scratch in chunks."""
+
+CHUNK = 4096
+
+
+@triton.jit
+def _head_statistics(log_mass, blocks_in_row, CHUNK: tl.constexpr):
+    """Largest log mass of a head, and the sum of `exp(log_mass - largest)`; the sum is not positive if shares do not exist."""
+    highest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, blocks_in_row, CHUNK):
+        blocks = start + tl.arange(0, CHUNK)
+        chunk = tl.load(log_mass + blocks, mask=blocks < blocks_in_row, other=float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(chunk, 0))
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        total = total * tl.exp(highest - shift) + tl.sum(tl.exp(chunk - shift), 0)
+        highest = new_highest
+    return highest, total
+
+
+@triton.jit
+def _first_guess(target, goal, blocks, BY_COUNT: tl.constexpr):
+    """A threshold that the search tests first. If every dropped share is below `(1 - gamma) / blocks`, gamma is reached."""
+    rest = 1.0 / 16 if BY_COUNT else 1.0 - target
+    return (rest / (2.0 * blocks.to(tl.float32))).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _mark(keys, low, high, ties, surplus, seen):
+    """Which keys a search result keeps, and the ties seen so far, `seen` before this chunk."""
+    kept = keys >= low
+    if surplus:
+        tied = kept & (keys < high)
+        rank = seen + tl.cumsum(tied.to(tl.int32), 0)
+        kept = (keys >= high) | (tied & (rank <= ties))
+        seen += tl.sum(tied.to(tl.int32))
+    return kept & (keys >= 0), seen
+
+
+@triton.jit
+def _select_single(
+    log_mass,
+    group_stride,
+    target,
+    goal,
+    blocks_in_row,
+    sink,
+    tail,
+    G: tl.constexpr,
+    EVERY: tl.constexpr,
+    BY_COUNT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Which blocks a row keeps, `[CHUNK]`, for rows of at most CHUNK blocks. Nothing leaves the registers."""
+    blocks = tl.arange(0, CHUNK)
+    inside = blocks < blocks_in_row
+    forced = inside & ((blocks < sink) | (blocks >= tail))
+    kept = forced
+    shares = tl.zeros((CHUNK,), tl.float32)
+    valid = tl.full((), 1, tl.int32)
+    HEADS: tl.constexpr = G if EVERY else 1
+    GROUP: tl.constexpr = 1 if EVERY else G
+    for head in range(HEADS):
+        shares = tl.zeros((CHUNK,), tl.float32)
+        for g in tl.static_range(GROUP):
+            row = tl.load(log_mass + (head + g) * group_stride + blocks, mask=inside, other=float("-inf"))
+            highest = tl.max(row, 0)
+            highest = tl.where(highest == float("-inf"), 0.0, highest)
+            mass = tl.exp(row - highest)
+            total = tl.sum(mass, 0)
+            valid = tl.where(total > 0, valid, 0)
+            shares += mass / total
+        patterns = (shares / GROUP).to(tl.int32, bitcast=True)
+        keys = threshold_search.free_keys(patterns, blocks, sink, tail)
+        weights = threshold_search.packed_weights(keys, BY_COUNT)
+        forced_keys = tl.where(forced, patterns, -1)
+        forced_sum = tl.sum(threshold_search.packed_weights(forced_keys, BY_COUNT)) & threshold_search._MASS_MASK
+        low, high, ties, surplus = threshold_search.search(
+            goal - forced_sum,
+            tl.max(keys, 0),
+            _first_guess(target, goal, blocks_in_row, BY_COUNT),
+            keys,
+            weights,
+            log_mass,
+            sink,
+            tail,
+            CHUNK,
+            True,
+            BY_COUNT,
+        )
+        head_kept, _ = _mark(keys, low, high, ties, surplus, tl.zeros((), tl.int32))
+        kept = kept | head_kept
+    return (kept | (valid == 0)) & inside
+
+
+@triton.jit
+def _select_chunked(
+    log_mass,
+    group_stride,
+    patterns,
+    target,
+    goal,
+    blocks_in_row,
+    sink,
+    tail,
+    G: tl.constexpr,
+    EVERY: tl.constexpr,
+    BY_COUNT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Marks the free blocks that a row keeps with KEPT_FLAG in `patterns`, the row's scratch. Returns 0 if shares do not exist."""
+    valid = tl.full((), 1, tl.int32)
+    HEADS: tl.constexpr = G if EVERY else 1
+    GROUP: tl.constexpr = 1 if EVERY else G
+    nothing = tl.zeros((1,), tl.int32)
+    for head in range(HEADS):
+        highest_key = tl.full((), -1, tl.int32)
+        forced_sum = tl.zeros((), tl.int64)
+        for g in range(GROUP):
+            row = log_mass + (head + g) * group_stride
+            highest, total = _head_statistics(row, blocks_in_row, CHUNK)
+            highest = tl.where(highest == float("-inf"), 0.0, highest)
+            valid = tl.where(total > 0, valid, 0)
+            for start in range(0, blocks_in_row, CHUNK):
+                blocks = start + tl.arange(0, CHUNK)
+                inside = blocks < blocks_in_row
+                share = tl.exp(tl.load(row + blocks, mask=inside, other=float("-inf")) - highest) / total
+                before = tl.load(patterns + blocks, mask=inside & (head + g > 0), other=0)
+                flag = before & threshold_search.KEPT_FLAG
+                if GROUP > 1:
+                    share += before.to(tl.float32, bitcast=True)
+                    flag = tl.zeros_like(flag)
+                if g == GROUP - 1:
+                    share = share / GROUP
+                    pattern = share.to(tl.int32, bitcast=True) & threshold_search.KEY_MASK
+                    free = threshold_search.free_keys(pattern, blocks, sink, tail)
+                    forced = tl.where(inside & (free < 0), pattern, -1)
+                    highest_key = tl.maximum(highest_key, tl.max(free, 0))
+                    forced_sum += tl.sum(threshold_search.packed_weights(forced, BY_COUNT))
+                tl.store(patterns + blocks, share.to(tl.int32, bitcast=True) | flag, mask=inside)
+            # The next pass may read a pattern in another thread.
+            tl.debug_barrier()
+        low, high, ties, surplus = threshold_search.search(
+            goal - (forced_sum & threshold_search._MASS_MASK),
+            highest_key,
+            _first_guess(target, goal, blocks_in_row, BY_COUNT),
+            nothing,
+            nothing,
+            patterns,
+            sink,
+            tail,
+            CHUNK,
+            False,
+            BY_COUNT,
+        )
+        tl.debug_barrier()
+        seen = tl.zeros((), tl.int32)
+        for start in range(sink // CHUNK * CHUNK, tail, CHUNK):
+            blocks = start + tl.arange(0, CHUNK)
+            pattern = tl.load(patterns + blocks, mask=blocks < tail, other=0)
+            keys = threshold_search.free_keys(pattern, blocks, sink, tail)
+            kept, seen = _mark(keys, low, high, ties, surplus, seen)
+            tl.store(patterns + blocks, pattern | threshold_search.KEPT_FLAG, mask=kept)
+        tl.debug_barrier()
+    return valid
+
+
+@triton.jit
+def _append(lists, count, kept, blocks):
+    """Appends the kept ones of ascending blocks to a list of `count` blocks; returns the new count."""
+    ranks = tl.cumsum(kept.to(tl.int32), 0)
+    tl.store(lists + count + ranks - 1, blocks, mask=kept)
+    return count + tl.sum(kept.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["sink_blocks", "window_tokens", "min_context"])
+def _select_kernel(
+    log_mass,
+    seq_lens,
+    targets,
+    block_lists,
+    block_counts,
+    scratch,
+    kept_total,
+    mass_batch_stride,
+    mass_head_stride,
+    mass_group_stride,
+    lists_batch_stride,
+    lists_head_stride,
+    scratch_batch_stride,
+    scratch_head_stride,
+    counts_batch_stride,
+    counts_head_stride,
+    kv_heads,
+    sink_blocks,
+    window_tokens,
+    min_context,
+    G: tl.constexpr,
+    EVERY: tl.constexpr,
+    BY_COUNT: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    b = tl.program_id(0) // kv_heads
+    h = tl.program_id(0) % kv_heads
+    row = b.to(tl.int64)
+    length = tl.load(seq_lens + b)
+    blocks_in_row = tl.cdiv(length, BLOCK)
+    target = tl.load(targets + b)
+    lists = block_lists + row * lists_batch_stride + h * lists_head_stride
+    mass = log_mass + row * mass_batch_stride + h * mass_head_stride
+    patterns = scratch + row * scratch_batch_stride + h * scratch_head_stride
+
+    # Forced: [0, sink) and [tail, blocks_in_row).
+    tail = length // PAGE * (PAGE // BLOCK)
+    in_window = tl.maximum(length - window_tokens, 0) // BLOCK
+    tail = tl.where(window_tokens > 0, tl.minimum(tail, in_window), tail)
+    sink = tl.minimum(sink_blocks, tail)
+
+    limit = blocks_in_row.to(tl.float32) if BY_COUNT else 1.0
+    count = tl.zeros((), tl.int32)
+    # A NaN target selects nothing: it keeps all blocks.
+    if (length >= min_context) & (target < limit) & (blocks_in_row > 0):
+        goal = threshold_search.goal_of(target, blocks_in_row, BY_COUNT)
+        if SINGLE:
+            kept = _select_single(
+                mass, mass_group_stride, target, goal, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
+            )
+            count = _append(lists, count, kept, tl.arange(0, CHUNK))
+        else:
+            valid = _select_chunked(
+                mass, mass_group_stride, patterns, target, goal, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
+            )
+            for start in range(0, blocks_in_row, CHUNK):
+                blocks = start + tl.arange(0, CHUNK)
+                inside = blocks < blocks_in_row
+                flagged = tl.load(patterns + blocks, mask=inside, other=0) < 0
+                kept = inside & (flagged | (blocks < sink) | (blocks >= tail) | (valid == 0))
+                count = _append(lists, count, kept, blocks)
+    else:
+        for start in range(0, blocks_in_row, CHUNK):
+            blocks = start + tl.arange(0, CHUNK)
+            tl.store(lists + blocks, blocks, mask=blocks < blocks_in_row)
+        count = blocks_in_row
+    tl.store(block_counts + b * counts_batch_stride + h * counts_head_stride, count)
+    if kept_total is not None:
+        tl.atomic_add(kept_total + h, count.to(tl.int64), sem="relaxed")
+
+
+def launch_select(
+    log_mass: torch.Tensor,
+    seq_lens: torch.Tensor,
+    targets: torch.Tensor,
+    by_count: bool,
+    group: str,
+    page_size: int,
+    block_size: int,
+    sink_tokens: int,
+    window_tokens: int,
+    min_context: int,
+    block_lists: torch.Tensor,
+    block_counts: torch.Tensor,
+    scratch: torch.Tensor,
+    kept_total: torch.Tensor | None,
+) -> None:
+    """Runs a rule: `targets` is top_k if `by_count`, else gamma."""
+    batch, kv_heads, group_size, capacity = log_mass.shape
+    if batch == 0:
+        return
+    single = capacity <= SINGLE_LIMIT
+    chunk = max(128, triton.next_power_of_2(capacity)) if single else CHUNK
+    _select_kernel[(batch * kv_heads,)](
+        log_mass,
+        seq_lens,
+        targets,
+        block_lists,
+        block_counts,
+        scratch.view(torch.int32),
+        kept_total,
+        log_mass.stride(0),
+        log_mass.stride(1),
+        log_mass.stride(2),
+        block_lists.stride(0),
+        block_lists.stride(1),
+        scratch.stride(0),
+        scratch.stride(1),
+        block_counts.stride(0),
+        block_counts.stride(1),
+        kv_heads,
+        -(-sink_tokens // block_size),
+        window_tokens,
+        min_context,
+        G=group_size,
+        EVERY=group == "every",
+        BY_COUNT=by_count,
+        PAGE=page_size,
+        BLOCK=block_size,
+        CHUNK=chunk,
+        SINGLE=single,
+        num_warps=min(16, max(1, chunk // 512)),
+    )

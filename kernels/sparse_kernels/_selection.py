@@ -1,0 +1,141 @@
+"""What the two selection rules share outside their kernels: argument checks and the torch reference of a set choice."""
+
+from collections.abc import Callable
+
+import torch
+
+from ._checks import check_choice, check_dtype, check_inner_contiguous, check_rows, check_shape, check_sizes
+
+GROUPS = ("average", "every")
+
+MASS_BITS = 40
+"""Masses are summed as integers in units of `2**-MASS_BITS`: exact, so that neither order nor device changes a set."""
+
+COUNT_SHIFT = 44
+"""Kernels pack a count of blocks above this bit and their mass below it; `MASS_BITS` leaves room for a mass of up to 16."""
+
+MAX_BLOCKS = 2 ** (63 - COUNT_SHIFT) - 1
+
+
+def check_rule(
+    log_mass: torch.Tensor,
+    seq_lens: torch.Tensor,
+    name: str,
+    target: torch.Tensor,
+    group: str,
+    page_size: int,
+    block_size: int,
+    sink_tokens: int,
+    window_tokens: int,
+    block_lists: torch.Tensor,
+    block_counts: torch.Tensor,
+    scratch: torch.Tensor,
+    kept_total: torch.Tensor | None,
+) -> None:
+    """Raises ValueError unless the arguments of a rule are as its docstring says. `target` is gamma or top_k, `name` its name."""
+    check_sizes(page_size, block_size)
+    check_choice("group", group, GROUPS)
+    check_shape("log_mass", log_mass, None, None, None, None)
+    check_dtype("log_mass", log_mass, torch.float32)
+    check_inner_contiguous("log_mass", log_mass)
+    batch, kv_heads, _, capacity = log_mass.shape
+    if capacity > MAX_BLOCKS:
+        raise ValueError(f"log_mass holds {capacity} blocks a row; allowed: at most {MAX_BLOCKS}")
+    for label, tensor, dtype in (("seq_lens", seq_lens, torch.int32), (name, target, torch.float32)):
+        check_rows(label, tensor, batch)
+        check_dtype(label, tensor, dtype)
+    for label, value in (("sink_tokens", sink_tokens), ("window_tokens", window_tokens)):
+        if value < 0:
+            raise ValueError(f"{label} is {value}; needed: 0 or more")
+    check_shape("block_lists", block_lists, batch, kv_heads, capacity)
+    check_dtype("block_lists", block_lists, torch.int32)
+    check_inner_contiguous("block_lists", block_lists)
+    check_shape("block_counts", block_counts, batch, kv_heads)
+    check_dtype("block_counts", block_counts, torch.int32)
+    check_shape("scratch", scratch, batch, kv_heads, capacity)
+    check_dtype("scratch", scratch, torch.float32)
+    check_inner_contiguous("scratch", scratch)
+    if kept_total is not None:
+        check_shape("kept_total", kept_total, kv_heads)
+        check_dtype("kept_total", kept_total, torch.int64)
+
+
+def forced_blocks(
+    length: int, page_size: int, block_size: int, sink_tokens: int, window_tokens: int
+) -> tuple[int, int]:
+    """Forced blocks of a row of `length` tokens: those below the first and those from the second number returned.
+
+    Forced are blocks that hold a token below `sink_tokens`, at or beyond `length - window_tokens`, or of the open page.
+    """
+    tail = length // page_size * (page_size // block_size)
+    if window_tokens > 0:
+        tail = min(tail, max(length - window_tokens, 0) // block_size)
+    return -(-sink_tokens // block_size), tail
+
+
+def _smallest_sets(p: torch.Tensor, weights: torch.Tensor, goal: int, forced: torch.Tensor) -> torch.Tensor:
+    """Forced blocks plus the largest `p` until the weights reach the goal; ties take the lower index.
+
+    Args:
+        p: `[..., n]` fp32 shares of the blocks. A row with a NaN keeps all its blocks.
+        weights: `[..., n]` int64.
+        goal: what the weights of a set must reach; a row that cannot reach it keeps all its blocks.
+        forced: `[n]` bool.
+
+    Returns:
+        `[..., n]` bool.
+    """
+    free = torch.where(forced, 0, weights)
+    missing = goal - (weights - free).sum(-1, keepdim=True)
+    order = torch.where(forced, -1.0, p).sort(dim=-1, descending=True, stable=True).indices
+    sorted_weights = free.gather(-1, order)
+    before = sorted_weights.cumsum(-1) - sorted_weights
+    kept = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, order, before < missing)
+    return kept | forced | p.isnan().any(-1, keepdim=True)
+
+
+def select_reference(
+    log_mass: torch.Tensor,
+    seq_lens: torch.Tensor,
+    target: torch.Tensor,
+    goal_of: Callable[[float, int], int | None],
+    by_count: bool,
+    group: str,
+    page_size: int,
+    block_size: int,
+    sink_tokens: int,
+    window_tokens: int,
+    min_context: int,
+    block_lists: torch.Tensor,
+    block_counts: torch.Tensor,
+    kept_total: torch.Tensor | None,
+) -> None:
+    """Torch reference of both rules.
+
+    Args:
+        goal_of: from a request's target and number of blocks, what the weights must reach; None keeps all blocks.
+        by_count: the weight of a block is 1 instead of its share of the mass.
+    """
+    batch, kv_heads, group_size, _ = log_mass.shape
+    device = log_mass.device
+    targets = target[:batch].tolist()
+    for b, length in enumerate(seq_lens[:batch].tolist()):
+        n = -(-length // block_size)
+        indices = torch.arange(n, dtype=torch.int32, device=device)
+        goal = goal_of(targets[b], n) if length and length >= min_context else None
+        if goal is None:
+            block_lists[b, :, :n] = indices
+            block_counts[b] = n
+            continue
+        sink, tail = forced_blocks(length, page_size, block_size, sink_tokens, window_tokens)
+        p = log_mass[b, :, :, :n].softmax(-1)
+        if group == "average":
+            p = p.sum(1, keepdim=True) / group_size
+        weights = torch.ones_like(p, dtype=torch.int64) if by_count else (p * 2.0**MASS_BITS).long()
+        kept = _smallest_sets(p, weights, goal, (indices < sink) | (indices >= tail)).any(1)
+        counts = kept.sum(1)
+        block_counts[b] = counts
+        head, block = kept.nonzero(as_tuple=True)
+        block_lists[b][head, (kept.cumsum(1) - 1)[head, block]] = block.to(torch.int32)
+    if kept_total is not None:
+        kept_total += block_counts.sum(0)

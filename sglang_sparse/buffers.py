@@ -1,0 +1,69 @@
+"""Static device buffers of a decode step. Their addresses are captured in CUDA graphs, so they never move."""
+
+from __future__ import annotations
+
+import torch
+from sparse_kernels import AttentionWorkspace, snapshot_page_table
+
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.memory import requests_per_turn
+
+
+class DecodeBuffers:
+    """What one decode step writes and reads.
+
+    Args:
+        max_requests: largest batch.
+        max_pages: pages of the longest request.
+        threshold: what the selection rule asks for in every request.
+        selects: False if no layer selects, so that masses and lists are never written.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        max_requests: int,
+        max_pages: int,
+        threshold: float,
+        selects: bool,
+        device: torch.device | str,
+    ) -> None:
+        self._page_size = geometry.page_size
+        self.max_requests = max_requests
+        self.page_table = torch.zeros((max_requests, max_pages), dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self.closing_pages = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
+        self.thresholds = torch.full((max_requests,), threshold, dtype=torch.float32, device=device)
+
+        self.turn = requests_per_turn(geometry, max_pages, max_requests)
+        rows = (self.turn if selects else 0, geometry.kv_heads)
+        blocks = max_pages * geometry.blocks_per_page
+        self.log_mass = torch.empty((*rows, geometry.group_size, blocks), dtype=torch.float32, device=device)
+        self.scratch = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
+        self.block_lists = torch.empty((*rows, blocks), dtype=torch.int32, device=device)
+        self.block_counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.attention = AttentionWorkspace.create(
+            num_programs=None, group_size=geometry.group_size, head_dim=geometry.head_dim, device=device
+        )
+
+    @property
+    def bytes(self) -> int:
+        tensors = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def load(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Copies the step's rows of SGLang's request table, which may change while the captured step runs.
+
+        `req_pool_indices` and `seq_lens` are `[B]`; a length of 0 marks a padded row.
+        """
+        batch = len(seq_lens)
+        snapshot_page_table(
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            page_size=self._page_size,
+            page_table=self.page_table[:batch],
+            seq_lens_out=self.seq_lens[:batch],
+            closing_pages=self.closing_pages[:batch],
+        )

@@ -1,0 +1,35 @@
+"""The shapes that selection, summaries and attention agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One attention layer's KV cache and how it is cut into pages and blocks; the same for every layer."""
+
+    kv_heads: int
+    group_size: int
+    """Query heads that share a KV head."""
+    head_dim: int
+    dtype: torch.dtype
+    page_size: int
+    """Tokens in a physical page."""
+    block_size: int
+    """Tokens in a block; divides `page_size`."""
+
+    @property
+    def query_heads(self) -> int:
+        return self.kv_heads * self.group_size
+
+    @property
+    def blocks_per_page(self) -> int:
+        return self.page_size // self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of key and value that one token has in one layer and KV head."""
+        return 2 * self.head_dim * self.dtype.itemsize

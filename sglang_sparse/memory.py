@@ -1,0 +1,64 @@
+"""Room for summaries and step buffers, taken out of the memory that SGLang gives to the KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.selection import make_estimator, make_rule
+
+MAX_STEP_BYTES = 256 << 20
+"""The step's per-request buffers are sized for as many requests as fit; larger batches are served in turns."""
+
+
+def step_bytes_per_request(geometry: Geometry, max_pages: int) -> int:
+    """Bytes of log-masses, scratch and list that one request of `max_pages` pages needs."""
+    blocks = max_pages * geometry.blocks_per_page
+    return blocks * geometry.kv_heads * (geometry.group_size + 2) * 4
+
+
+def requests_per_turn(geometry: Geometry, max_pages: int, max_requests: int) -> int:
+    """How many requests are selected and attended together."""
+    return max(1, min(max_requests, MAX_STEP_BYTES // step_bytes_per_request(geometry, max_pages)))
+
+
+class SparsePoolConfigurator:
+    """SGLang's KV pool configurator, told of less memory: what is left after summaries and step buffers.
+
+    Args:
+        inner: the configurator SGLang chose.
+        summary_share: summary bytes ÷ KV bytes of a token.
+        reserved_bytes: memory that does not grow with the pool.
+    """
+
+    def __init__(self, inner: Any, summary_share: float, reserved_bytes: int) -> None:
+        self._inner = inner
+        self._summary_share = summary_share
+        self._reserved_bytes = reserved_bytes
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> Any:
+        left = max(0, available_bytes - self._reserved_bytes)
+        return self._inner.calculate_pool_sizes(int(left / (1 + self._summary_share)), page_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def reserve(
+    inner: Any, options: SparseDecodeOptions, *, geometry: Geometry, layers: int, max_pages: int, max_requests: int
+) -> Any:
+    """`inner`, SGLang's KV pool configurator, with the memory of sparse decode taken out of its budget.
+
+    Args:
+        layers: attention layers of the model.
+        max_pages: pages of the longest request.
+        max_requests: upper bound of the request slots, known before the pool is sized.
+    """
+    if not make_rule(options, geometry).needs_mass:
+        return inner
+    sparse_layers = layers - len(options.dense_layers)
+    share = make_estimator(options, geometry).summary_bytes() * sparse_layers / (geometry.kv_bytes * layers)
+    turn = requests_per_turn(geometry, max_pages, max_requests)
+    reserved = turn * step_bytes_per_request(geometry, max_pages) + max_requests * max_pages * 4
+    return SparsePoolConfigurator(inner, share, reserved)

@@ -1,0 +1,75 @@
+"""The `sparse_decode` block of `/server_info` and the log line beside SGLang's decode line."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import torch
+
+from sglang_sparse import sglang_compat
+from sglang_sparse.backend import SparseDecodeBackend
+from sglang_sparse.observe.counters import Reading
+
+logger = logging.getLogger(__name__)
+
+SELF_CHECK_VARIABLE = "SGLANG_SPARSE_DECODE_SELF_CHECK"
+"""If set to 1, each read of `/server_info` recomputes the summaries of all live pages and reports differences."""
+
+
+def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
+    """The `sparse_decode` block of one scheduler's internal state; JSON types only."""
+    reading = backend.counters.read()
+    block = {
+        "options": dataclasses.asdict(backend.options),
+        "page_size": backend.geometry.page_size,
+        "summary_bytes": backend.summaries.bytes,
+        "steps": reading.steps,
+        "kept_fraction": reading.kept_fraction,
+        "bytes_read_fraction": reading.bytes_read_fraction,
+        "kept_fraction_by_layer_and_head": reading.kept_by_layer_and_head,
+    }
+    block["options"]["dense_layers"] = list(backend.options.dense_layers)
+    if os.environ.get(SELF_CHECK_VARIABLE) == "1":
+        block["self_check"] = self_check(backend, scheduler)
+    return block
+
+
+def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int]:
+    """Compares the summaries of all live closed pages with ones made anew from the key pool.
+
+    Also counts what the pools hold, so that an idle server can be checked for leaks. Slow; waits for the device.
+    """
+    pool = backend.kv_pool
+    if pool.device != "cpu":
+        torch.get_device_module(pool.device).synchronize()
+    pages = sglang_compat.live_closed_pages(scheduler, backend.geometry.page_size)
+    stale = {
+        layer: backend.summaries.stale_pages(layer, pool.get_key_buffer(layer), pages)
+        for layer in range(pool.layer_num)
+        if layer in backend.summaries
+    }
+    return {
+        "live_closed_pages": len(pages),
+        "stale_pages": max(stale.values(), default=0),
+        **sglang_compat.pool_usage(scheduler),
+    }
+
+
+def decode_line(reading: Reading) -> str | None:
+    """The log line for the steps since the last one; None if there was no step."""
+    if reading.kept_fraction is None or reading.bytes_read_fraction is None:
+        return None
+    return (
+        f"Sparse decode, #steps: {reading.steps}, kept: {reading.kept_fraction:.3f}, "
+        f"bytes read: {reading.bytes_read_fraction:.3f}"
+    )
+
+
+def log_decode(backend: SparseDecodeBackend) -> None:
+    """Logs what the steps of the last interval read, if there were any."""
+    line = decode_line(backend.counters.read_recent())
+    if line:
+        logger.info(line)

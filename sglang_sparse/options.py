@@ -1,0 +1,273 @@
+"""The options of sparse decode: one typed object, from flags, a JSON file, Python or the environment.
+
+Every option has one name. Flags spell it `--sparse-decode-<name>` with dashes, JSON files and Python use the
+field's name (`thumbnail_bits`; JSON also takes dashes). The object is immutable once validated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ENVIRONMENT_VARIABLE = "SGLANG_SPARSE_DECODE_OPTIONS"
+"""Carries the options, as JSON, from the process that parsed them to SGLang's scheduler processes."""
+
+ESTIMATORS = ("thumbnail", "mean", "mean-variance", "minmax", "exact")
+RULES = ("coverage", "top-k", "all")
+GROUPS = ("average", "every")
+THUMBNAIL_BITS = (2, 3, 4)
+BLOCK_SIZES = (8, 16, 32, 64)
+PAGE_SIZES = (16, 32, 64, 128)
+DEFAULT_PAGE_SIZE = 64
+
+_FLAG = "--sparse-decode"
+_DEST = "sparse_decode"
+
+
+class OptionsError(ValueError):
+    """An option is wrong. The message is one line that names the flag or field and says what to do."""
+
+
+def flag(name: str) -> str:
+    """The command-line flag of the option `name`."""
+    return f"{_FLAG}-{name.replace('_', '-')}"
+
+
+def _choice(name: str, value: Any, allowed: tuple) -> None:
+    if value not in allowed:
+        raise OptionsError(f"{flag(name)} is {value!r}: choose one of {', '.join(map(str, allowed))}")
+
+
+def _int(name: str, value: Any, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise OptionsError(f"{flag(name)} is {value!r}: give a whole number of at least {minimum}")
+
+
+def _number(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise OptionsError(f"{flag(name)} is {value!r}: give a number")
+
+
+@dataclass(frozen=True)
+class SparseDecodeOptions:
+    """What to read in each decode step. Raises OptionsError on construction if a value is wrong.
+
+    Defaults are the same for flags, JSON files and Python.
+    """
+
+    gamma: float = 0.95
+    estimator: str = "thumbnail"
+    thumbnail_bits: int = 2
+    block_size: int = 16
+    group: str = "average"
+    rule: str = "coverage"
+    top_k: float | None = None
+    min_context: int = 4096
+    sink_tokens: int = 16
+    window_tokens: int = 128
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _number("gamma", self.gamma)
+        if not 0 < self.gamma <= 1:
+            raise OptionsError(f"{flag('gamma')} is {self.gamma}: give a share of attention mass above 0 and at most 1")
+        _choice("estimator", self.estimator, ESTIMATORS)
+        _choice("thumbnail_bits", self.thumbnail_bits, THUMBNAIL_BITS)
+        _choice("block_size", self.block_size, BLOCK_SIZES)
+        _choice("group", self.group, GROUPS)
+        _choice("rule", self.rule, RULES)
+        self._check_top_k()
+        _int("min_context", self.min_context, 0)
+        _int("sink_tokens", self.sink_tokens, 0)
+        _int("window_tokens", self.window_tokens, 1)
+        object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
+
+    def _check_top_k(self) -> None:
+        if self.top_k is None:
+            if self.rule == "top-k":
+                raise OptionsError(f"{flag('rule')} top-k needs {flag('top_k')}: a count of blocks, or a fraction below 1")
+            return
+        if self.rule != "top-k":
+            raise OptionsError(
+                f"{flag('top_k')} has no effect with {flag('rule')} {self.rule}: add {flag('rule')} top-k or remove it"
+            )
+        _number("top_k", self.top_k)
+        if self.top_k <= 0 or (self.top_k > 1 and self.top_k != int(self.top_k)):
+            raise OptionsError(
+                f"{flag('top_k')} is {self.top_k}: give a whole number of blocks, or a fraction of them above 0 and below 1"
+            )
+
+    def check_page_size(self, page_size: int) -> None:
+        """Raises OptionsError unless SGLang's `page_size` (tokens) is supported and the block size divides it."""
+        if page_size not in PAGE_SIZES:
+            raise OptionsError(
+                f"--page-size {page_size} is not supported by {_FLAG}: use one of {', '.join(map(str, PAGE_SIZES))}"
+            )
+        if page_size % self.block_size:
+            raise OptionsError(
+                f"{flag('block_size')} {self.block_size} does not divide --page-size {page_size}: "
+                f"use a block size of at most {page_size}"
+            )
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raises OptionsError if a dense layer does not exist in a model of `num_layers` layers."""
+        missing = [layer for layer in self.dense_layers if layer >= num_layers]
+        if missing:
+            raise OptionsError(
+                f"{flag('dense_layers')} names layer {missing[0]}, but the model has layers 0 to {num_layers - 1}"
+            )
+
+    def to_json(self) -> str:
+        """JSON with every option; `from_mapping` reads it back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], source: str = "options") -> SparseDecodeOptions:
+        """Options from a mapping of names (dashes or underscores) to values; unknown names raise OptionsError."""
+        return cls(**_known(values, source))
+
+    @classmethod
+    def from_environment(cls) -> SparseDecodeOptions | None:
+        """Options that a parent process carried over, or None if sparse decode is off."""
+        text = os.environ.get(ENVIRONMENT_VARIABLE)
+        return cls.from_mapping(_parse_json(text, ENVIRONMENT_VARIABLE), ENVIRONMENT_VARIABLE) if text else None
+
+    def to_environment(self) -> None:
+        """Makes the options visible to processes started from this one."""
+        os.environ[ENVIRONMENT_VARIABLE] = self.to_json()
+
+
+def _known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """`values` under the options' own names; unknown and repeated names raise OptionsError."""
+    known = {field.name for field in dataclasses.fields(SparseDecodeOptions)}
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise OptionsError(f"{source}: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
+        if name in given:
+            raise OptionsError(f"{source}: key {name!r} is given twice")
+        given[name] = value
+    return given
+
+
+def _layers(value: Any) -> tuple[int, ...]:
+    """Layer indices from a sequence of ints or a text such as `0,1,30-31`."""
+    problem = OptionsError(f"{flag('dense_layers')} is {value!r}: give layer numbers such as 0,1 or 0-3")
+    if isinstance(value, str):
+        parts: list[int] = []
+        for item in filter(None, (part.strip() for part in value.split(","))):
+            first, dash, last = item.partition("-")
+            if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+                raise problem
+            parts.extend(range(int(first), int(last or first) + 1))
+        value = parts
+    if not isinstance(value, (list, tuple)) or any(not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in value):
+        raise problem
+    return tuple(sorted(set(value)))
+
+
+def _parse_json(text: str, source: str) -> dict:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise OptionsError(f"{source}: not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise OptionsError(f"{source}: give a JSON object such as {{\"gamma\": 0.95}}")
+    return values
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The content of a `--sparse-decode-config` file, a JSON object; raises OptionsError if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return _parse_json(file.read(), f"{flag('config')} {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionsError(f"{flag('config')} {path}: cannot be read ({reason})") from None
+
+
+def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = lambda: None) -> None:
+    """Adds `--sparse-decode` and its options; only flags that were given appear in the parsed namespace.
+
+    `on_enable` is called when `--sparse-decode` is parsed; an OptionsError of it ends the program as a usage error.
+    """
+
+    class Enable(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+            try:
+                on_enable()
+            except OptionsError as error:
+                parser.exit(2, f"sglang-sparse: error: {error}\n")
+            setattr(namespace, self.dest, True)
+
+    group = parser.add_argument_group(
+        "sparse decode", "Read only the blocks of KV that carry the attention mass in each decode step (sglang-sparse)."
+    )
+    default = SparseDecodeOptions()
+
+    def add(name: str, help_text: str, **kwargs: Any) -> None:
+        shown = getattr(default, name, None)
+        shown = "none" if shown in (None, ()) else shown
+        group.add_argument(
+            flag(name), dest=f"{_DEST}_{name}", default=argparse.SUPPRESS, help=f"{help_text} (default: {shown})", **kwargs
+        )
+
+    group.add_argument(
+        _FLAG,
+        dest=_DEST,
+        action=Enable,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="Decode sparsely. Sets --page-size to 64 unless given. (default: off)",
+    )
+    add("gamma", "Share of the attention mass that the blocks read must cover, above 0 and at most 1.", type=float)
+    add("estimator", "How the mass of a block is estimated without reading its keys.", metavar=_braces(ESTIMATORS))
+    add("thumbnail_bits", "Bits a channel in the thumbnail estimator.", type=int, metavar=_braces(THUMBNAIL_BITS))
+    add("block_size", "Tokens in a block, the unit of selection; divides the page size.", type=int, metavar=_braces(BLOCK_SIZES))
+    add(
+        "group",
+        "What gamma applies to: the average over the query heads that share a KV head, or every one of them.",
+        metavar=_braces(GROUPS),
+    )
+    add("rule", "How estimates become a list of blocks.", metavar=_braces(RULES))
+    add("top_k", "Blocks to keep with rule top-k: a count, or a fraction of the context below 1.", type=float)
+    add("min_context", "Requests with fewer tokens read everything.", type=int)
+    add("sink_tokens", "Tokens at the start that are always read.", type=int)
+    add("window_tokens", "Latest tokens that are always read.", type=int)
+    add("dense_layers", "Layers that read everything, such as 0,1 or 0-3.")
+    add("config", "JSON file with any of these options; flags win over it.", metavar="FILE")
+
+
+def _braces(choices: tuple) -> str:
+    return "{" + ",".join(map(str, choices)) + "}"
+
+
+def pop_flags(namespace: argparse.Namespace) -> SparseDecodeOptions | None:
+    """Removes our flags from `namespace` and returns the options, or None without `--sparse-decode`."""
+    given = {key: value for key, value in vars(namespace).items() if key == _DEST or key.startswith(f"{_DEST}_")}
+    for key in given:
+        delattr(namespace, key)
+    enabled = given.pop(_DEST, False)
+    if not enabled:
+        if given:
+            name = next(iter(given))[len(_DEST) + 1 :]
+            raise OptionsError(f"{flag(name)} has no effect without {_FLAG}: add {_FLAG} or remove it")
+        return None
+    return merge({key[len(_DEST) + 1 :]: value for key, value in given.items()})
+
+
+def merge(given: Mapping[str, Any]) -> SparseDecodeOptions:
+    """Options from `given` values over those of the file named by its key `config`, over the defaults."""
+    values = dict(given)
+    config = values.pop("config", None)
+    if config is None:
+        return SparseDecodeOptions.from_mapping(values)
+    source = f"{flag('config')} {config}"
+    return SparseDecodeOptions(**{**_known(read_config(config), source), **_known(values, "options")})

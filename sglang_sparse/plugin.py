@@ -1,0 +1,226 @@
+"""The SGLang plugin: registers flags, hooks and the attention backend. The only user of SGLang's hook registry.
+
+SGLang calls `register` in the process that parses the arguments and in every scheduler process. The first adds the
+flags; scheduler processes find the options in the environment and install sparse decode. SGLang logs and swallows
+exceptions of plugins and hooks, so each installation step is verified, and a failure stops the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_sparse import options as options_module
+from sglang_sparse import sglang_compat as compat
+from sglang_sparse.options import OptionsError, SparseDecodeOptions
+
+if TYPE_CHECKING:
+    from sglang_sparse.backend import SparseDecodeBackend
+
+logger = logging.getLogger(__name__)
+
+_backend: SparseDecodeBackend | None = None
+_memory_is_reserved = False
+
+
+def register() -> None:
+    """Entry point of the group `sglang.srt.plugins`."""
+    hook = HookRegistry.register
+    hook(compat.ADD_CLI_ARGS, _add_cli_args, HookType.AROUND)
+    hook(compat.FROM_CLI_ARGS, _from_cli_args, HookType.AROUND)
+    try:
+        options = SparseDecodeOptions.from_environment()
+        if options is not None:
+            _register_in_scheduler(options)
+    except Exception as error:
+        # SystemExit passes through SGLang's `except Exception`.
+        _stop(error)
+
+
+def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for sparse decode, checked.
+
+    Takes the Engine's own arguments and `sparse_decode_<option>` ones (`sparse_decode_gamma=0.95`, see
+    SparseDecodeOptions); `sparse_decode_config` names a JSON file. Use as `sglang.Engine(**engine_kwargs(...))`.
+
+    Raises:
+        OptionsError: if an option is wrong or does not go together with the other arguments or the model.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    _verify_hooks(compat.MAIN_TARGETS)
+    prefix = "sparse_decode_"
+    given = {key.removeprefix(prefix): kwargs.pop(key) for key in list(kwargs) if key.startswith(prefix)}
+    options = options_module.merge(given)
+    kwargs.setdefault("log_level", "error")
+    _prepare(options, kwargs)
+    server_args = ServerArgs(**kwargs)
+    compat.check_model(server_args.get_model_config())
+    options.to_environment()
+    return {"server_args": server_args}
+
+
+# --- process that parses the arguments ---------------------------------------------------------------------------
+
+
+def _add_cli_args(original: Callable, parser: argparse.ArgumentParser) -> Any:
+    result = original(parser)
+    options_module.add_flags(parser, on_enable=lambda: _verify_hooks(compat.MAIN_TARGETS))
+    return result
+
+
+def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace) -> Any:
+    try:
+        options = options_module.pop_flags(namespace)
+        if options is None:
+            return original(cls, namespace)
+        defaults = compat.argument_defaults()
+        given = {
+            name: value
+            for name, value in vars(namespace).items()
+            if name in defaults and value is not None and value != defaults[name]
+        }
+        _prepare(options, given)
+        for name, value in given.items():
+            setattr(namespace, name, value)
+        server_args = original(cls, namespace)
+        compat.check_model(server_args.get_model_config())
+        options.to_environment()
+        return server_args
+    except OptionsError as error:
+        _stop(error)
+
+
+def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> None:
+    """Checks server arguments that were given and adds what sparse decode sets."""
+    compat.check_release()
+    compat.check_environment()
+    compat.check_arguments(arguments)
+    _verify_targets(compat.SCHEDULER_TARGETS)
+    if arguments.get("page_size") is None:
+        arguments["page_size"] = options_module.DEFAULT_PAGE_SIZE
+    options.check_page_size(arguments["page_size"])
+    arguments["decode_attention_backend"] = compat.BACKEND_NAME
+
+
+# --- scheduler process -------------------------------------------------------------------------------------------
+
+
+def _register_in_scheduler(options: SparseDecodeOptions) -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from sglang_sparse.cpu.paged_allocator import alloc_decode, alloc_extend
+
+    compat.check_release()
+    _verify_targets(compat.SCHEDULER_TARGETS)
+
+    def create_backend(model_runner: Any) -> SparseDecodeBackend:
+        return _create_backend(model_runner, options)
+
+    register_attention_backend(compat.BACKEND_NAME)(create_backend)
+    hook = HookRegistry.register
+    hook(compat.BUILD_BACKEND, _build_backend, HookType.AROUND)
+    hook(compat.CREATE_POOL_CONFIGURATOR, _pool_configurator(options), HookType.AROUND)
+    hook(compat.INTERNAL_STATE, _internal_state, HookType.AROUND)
+    hook(compat.REPORT_DECODE, _report_decode, HookType.AROUND)
+    hook(compat.ALLOC_EXTEND, alloc_extend, HookType.AROUND)
+    hook(compat.ALLOC_DECODE, alloc_decode, HookType.AROUND)
+
+
+def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDecodeBackend:
+    global _backend
+    from sglang_sparse.backend import SparseDecodeBackend
+
+    try:
+        _verify_hooks(compat.SCHEDULER_TARGETS)
+        if not _memory_is_reserved:
+            raise OptionsError("memory for page summaries was not reserved: another plugin replaces SGLang's pool sizing")
+        _backend = SparseDecodeBackend(model_runner, options)
+    except OptionsError as error:
+        _stop(error)
+    return _backend
+
+
+def _build_backend(original: Callable, *args: Any, model_runner: Any, backend_str: str, **kwargs: Any) -> Any:
+    backend = original(*args, model_runner=model_runner, backend_str=backend_str, **kwargs)
+    # SGLang builds the decode backend first, then the prefill backend.
+    if _backend is not None and backend is not _backend:
+        _backend.attach_prefill(backend)
+    return backend
+
+
+def _pool_configurator(options: SparseDecodeOptions) -> Callable:
+    def create(original: Callable, configurator_owner: Any) -> Any:
+        global _memory_is_reserved
+        from sglang_sparse.memory import reserve
+
+        inner = original(configurator_owner)
+        if configurator_owner.server_args.decode_attention_backend != compat.BACKEND_NAME:
+            return inner
+        _memory_is_reserved = True
+        return reserve(inner, options, **compat.cache_shape(configurator_owner))
+
+    return create
+
+
+def _internal_state(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(scheduler, *args, **kwargs)
+    if _backend is not None:
+        from sglang_sparse.observe.report import server_info
+
+        try:
+            block = server_info(_backend, scheduler)
+        except Exception as error:
+            # An exception here would end the scheduler: a look at the server must not stop it.
+            logger.exception("the sparse_decode block of /server_info failed")
+            block = {"error": str(error)}
+        output.internal_state["sparse_decode"] = block
+    return output
+
+
+def _report_decode(original: Callable, reporter: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(reporter, *args, **kwargs)
+    if _backend is not None and compat.logs_decode_now(reporter):
+        from sglang_sparse.observe.report import log_decode
+
+        log_decode(_backend)
+    return result
+
+
+# --- verification ------------------------------------------------------------------------------------------------
+
+
+def _verify_targets(targets: tuple[str, ...]) -> None:
+    """Raises OptionsError if SGLang has no function at one of the hook targets."""
+    for target in targets:
+        owner, _, name = target.rpartition(".")
+        try:
+            found = getattr(pkgutil.resolve_name(owner), name)
+        except (ImportError, AttributeError) as error:
+            raise OptionsError(f"SGLang has no {target} ({error}): sparse decode cannot be installed") from None
+        if not callable(found):
+            raise OptionsError(f"SGLang's {target} is not a function: sparse decode cannot be installed")
+
+
+def _verify_hooks(targets: tuple[str, ...]) -> None:
+    """Raises OptionsError unless the hooks on `targets` are in place and reach SGLang's functions."""
+    for target in targets:
+        owner, _, name = target.rpartition(".")
+        found = getattr(pkgutil.resolve_name(owner), name, None)
+        if target not in HookRegistry._patched or not hasattr(found, "__wrapped__"):
+            raise OptionsError(f"the hook on {target} was not applied: sparse decode is not installed")
+
+
+def _stop(error: BaseException) -> NoReturn:
+    """Ends the process with one line on stderr and exit code 2."""
+    kind = "" if isinstance(error, OptionsError) else f"{type(error).__name__}: "
+    print(f"sglang-sparse: error: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

@@ -1,0 +1,67 @@
+"""Prefill stays with SGLang's own backend; this summarises the pages that each prefill chunk closed.
+
+SGLang's hybrid backend sends every prefill to its prefill backend, so that is where the summaries are hooked in:
+the backend object gets a subclass of its own class, and keeps its identity and attributes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from sglang_sparse.summaries import PageSummaries
+
+
+def closing_token_indices(prefix_lens: list[int], extend_lens: list[int], page_size: int) -> list[int]:
+    """Indices into a chunk's tokens, over all requests, of those that fill a page.
+
+    `prefix_lens` and `extend_lens` are tokens already cached and tokens in this chunk, per request.
+    """
+    indices = []
+    starts = itertools.accumulate(extend_lens, initial=0)
+    for prefix, extend, start in zip(prefix_lens, extend_lens, starts, strict=False):
+        first = -(prefix + 1) % page_size
+        indices.extend(range(start + first, start + extend, page_size))
+    return indices
+
+
+def _closed_pages(forward_batch: Any, page_size: int) -> torch.Tensor | None:
+    """Physical pages (`[n]` int64) that the chunk fills, without a host synchronisation; None if there are none."""
+    if not forward_batch.forward_mode.is_extend() or forward_batch.extend_seq_lens_cpu is None:
+        return None
+    indices = closing_token_indices(
+        [int(length) for length in forward_batch.extend_prefix_lens_cpu],
+        [int(length) for length in forward_batch.extend_seq_lens_cpu],
+        page_size,
+    )
+    if not indices:
+        return None
+    slots = forward_batch.out_cache_loc
+    chosen = torch.tensor(indices, dtype=torch.int64, pin_memory=slots.is_cuda)
+    return slots[chosen.to(slots.device, non_blocking=True)] // page_size
+
+
+def summarise_prefill(backend: Any, summaries: PageSummaries, page_size: int) -> None:
+    """Makes `backend`, SGLang's prefill attention backend, summarise the pages its prefill chunks close."""
+    kind: Any = type(backend)
+
+    class Summarising(kind):
+        closed_pages: torch.Tensor | None = None
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            self.closed_pages = _closed_pages(forward_batch, page_size)
+
+        def forward_extend(
+            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            out = super().forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
+            if self.closed_pages is not None:
+                keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+                summaries.update(layer.layer_id, keys, self.closed_pages)
+            return out
+
+    Summarising.__name__ = f"Summarising{kind.__name__}"
+    backend.__class__ = Summarising

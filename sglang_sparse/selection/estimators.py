@@ -1,0 +1,190 @@
+"""Estimators: what is kept of a closed page, and how a block's log-mass is guessed from it.
+
+An estimator owns no state. `allocate` makes one layer's summaries, indexed by physical page; `update` fills the
+given pages; `block_mass` reads them. Open pages have no summary: every estimator reads their few keys exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from sparse_kernels import (
+    block_mass_exact,
+    block_mass_statistics,
+    block_mass_thumbnail,
+    block_statistics,
+    thumbnail,
+)
+
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.options import SparseDecodeOptions
+
+Summary = tuple[torch.Tensor, ...]
+"""One layer's summaries; the first dimension of each tensor is the physical page."""
+
+
+class Estimator(Protocol):
+    """Guesses the log of the sum of exp(q . k * scale) over a block's tokens, for each query head."""
+
+    name: str
+
+    def allocate(self, pages: int, device: torch.device | str) -> Summary:
+        """Zeroed summaries of one layer with `pages` physical pages."""
+
+    def summary_bytes(self) -> float:
+        """Bytes a token that the summaries of one layer and KV head take."""
+
+    def scan_bytes(self) -> float:
+        """Bytes a token of a closed page that `block_mass` reads in one layer and KV head."""
+
+    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
+        """Summarises `pages` (`[n]`, physical, closed; negative entries are skipped) of `k_pool` into `summary`."""
+
+    def block_mass(
+        self,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        summary: Summary,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scale: float,
+        min_context: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes `out[B, Hkv, G, N]` for the rows of at least `min_context` tokens (docs/architecture.md)."""
+
+
+class ExactEstimator:
+    """The true mass, from all keys: the yardstick. Reads half of the KV cache."""
+
+    name = "exact"
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+
+    def allocate(self, pages: int, device: torch.device | str) -> Summary:
+        return ()
+
+    def summary_bytes(self) -> float:
+        return 0.0
+
+    def scan_bytes(self) -> float:
+        return self._geometry.kv_bytes / 2
+
+    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
+        pass
+
+    def block_mass(self, q, k_pool, summary, page_table, seq_lens, *, scale, min_context, out) -> None:
+        block_mass_exact(
+            q,
+            k_pool,
+            page_table,
+            seq_lens,
+            scale=scale,
+            page_size=self._geometry.page_size,
+            block_size=self._geometry.block_size,
+            min_context=min_context,
+            out=out,
+        )
+
+
+class StatisticsEstimator:
+    """Per-channel statistics of each block: `mean`, `mean-variance` (MOIRA's mvar) or `minmax` (Quest's bound)."""
+
+    _VECTORS = {"mean": 1, "mean-variance": 2, "minmax": 2}
+
+    def __init__(self, geometry: Geometry, kind: str) -> None:
+        self.name = kind
+        self._geometry = geometry
+
+    def allocate(self, pages: int, device: torch.device | str) -> Summary:
+        g = self._geometry
+        shape = (pages, g.kv_heads, g.blocks_per_page, self._VECTORS[self.name], g.head_dim)
+        return (torch.zeros(shape, dtype=g.dtype, device=device),)
+
+    def summary_bytes(self) -> float:
+        g = self._geometry
+        return self._VECTORS[self.name] * g.head_dim * g.dtype.itemsize / g.block_size
+
+    def scan_bytes(self) -> float:
+        return self.summary_bytes()
+
+    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
+        g = self._geometry
+        block_statistics(
+            k_pool, pages, kind=self.name, page_size=g.page_size, block_size=g.block_size, out=summary[0]
+        )
+
+    def block_mass(self, q, k_pool, summary, page_table, seq_lens, *, scale, min_context, out) -> None:
+        block_mass_statistics(
+            q,
+            k_pool,
+            summary[0],
+            page_table,
+            seq_lens,
+            kind=self.name,
+            scale=scale,
+            page_size=self._geometry.page_size,
+            block_size=self._geometry.block_size,
+            min_context=min_context,
+            out=out,
+        )
+
+
+class ThumbnailEstimator:
+    """A low-bit copy of every key: asymmetric codes, low and step per channel and page."""
+
+    name = "thumbnail"
+
+    def __init__(self, geometry: Geometry, bits: int) -> None:
+        self._geometry = geometry
+        self._bits = bits
+
+    def allocate(self, pages: int, device: torch.device | str) -> Summary:
+        g = self._geometry
+        codes = torch.zeros(
+            (pages, g.kv_heads, g.page_size, g.head_dim * self._bits // 8), dtype=torch.uint8, device=device
+        )
+        low_step = torch.zeros((pages, g.kv_heads, 2, g.head_dim), dtype=torch.bfloat16, device=device)
+        return codes, low_step
+
+    def summary_bytes(self) -> float:
+        g = self._geometry
+        return g.head_dim * (self._bits / 8 + 2 * torch.bfloat16.itemsize / g.page_size)
+
+    def scan_bytes(self) -> float:
+        return self.summary_bytes()
+
+    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
+        codes, low_step = summary
+        thumbnail(
+            k_pool, pages, bits=self._bits, page_size=self._geometry.page_size, codes=codes, low_step=low_step
+        )
+
+    def block_mass(self, q, k_pool, summary, page_table, seq_lens, *, scale, min_context, out) -> None:
+        codes, low_step = summary
+        block_mass_thumbnail(
+            q,
+            k_pool,
+            codes,
+            low_step,
+            page_table,
+            seq_lens,
+            bits=self._bits,
+            scale=scale,
+            page_size=self._geometry.page_size,
+            block_size=self._geometry.block_size,
+            min_context=min_context,
+            out=out,
+        )
+
+
+def make_estimator(options: SparseDecodeOptions, geometry: Geometry) -> Estimator:
+    """The estimator that `options` name."""
+    if options.estimator == "exact":
+        return ExactEstimator(geometry)
+    if options.estimator == "thumbnail":
+        return ThumbnailEstimator(geometry, options.thumbnail_bits)
+    return StatisticsEstimator(geometry, options.estimator)

@@ -1,0 +1,110 @@
+"""Rules: how estimated log-masses become each row's list of blocks.
+
+Sink tokens, the latest tokens and the open page are in every list. Rows below the minimum context list everything.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from sparse_kernels import coverage_rule, top_k_rule
+
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.options import SparseDecodeOptions
+
+
+class Rule(Protocol):
+    """Chooses blocks from `log_mass`; holds one threshold a request so that requests may differ."""
+
+    name: str
+    needs_mass: bool
+    """False if the rule keeps everything, so that neither estimate nor list is needed."""
+
+    def select(
+        self,
+        log_mass: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        thresholds: torch.Tensor,
+        block_lists: torch.Tensor,
+        block_counts: torch.Tensor,
+        scratch: torch.Tensor,
+        kept_total: torch.Tensor,
+    ) -> None:
+        """Writes `block_lists` and `block_counts`, and adds the counts to `kept_total` (docs/architecture.md).
+
+        `thresholds` is `[>=B]` fp32: what the rule asks for in each request (gamma, or k).
+        """
+
+    def threshold(self) -> float:
+        """The threshold of a request that asks for nothing else."""
+
+
+class _ThresholdRule:
+    """What the rules that search a threshold share: geometry, forced blocks, group treatment."""
+
+    needs_mass = True
+
+    def __init__(self, options: SparseDecodeOptions, geometry: Geometry) -> None:
+        self._arguments = {
+            "group": options.group,
+            "page_size": geometry.page_size,
+            "block_size": geometry.block_size,
+            "sink_tokens": options.sink_tokens,
+            "window_tokens": options.window_tokens,
+            "min_context": options.min_context,
+        }
+
+
+class CoverageRule(_ThresholdRule):
+    """The fewest blocks whose estimated mass reaches gamma (MOIRA)."""
+
+    name = "coverage"
+
+    def __init__(self, options: SparseDecodeOptions, geometry: Geometry) -> None:
+        super().__init__(options, geometry)
+        self._gamma = options.gamma
+
+    def threshold(self) -> float:
+        return self._gamma
+
+    def select(self, log_mass, seq_lens, *, thresholds, **buffers) -> None:
+        coverage_rule(log_mass, seq_lens, gamma=thresholds, **self._arguments, **buffers)
+
+
+class TopKRule(_ThresholdRule):
+    """The k blocks of largest estimated mass, or that fraction of a row's blocks (Quest)."""
+
+    name = "top-k"
+
+    def __init__(self, options: SparseDecodeOptions, geometry: Geometry) -> None:
+        super().__init__(options, geometry)
+        assert options.top_k is not None
+        self._top_k = float(options.top_k)
+
+    def threshold(self) -> float:
+        return self._top_k
+
+    def select(self, log_mass, seq_lens, *, thresholds, **buffers) -> None:
+        top_k_rule(log_mass, seq_lens, top_k=thresholds, **self._arguments, **buffers)
+
+
+class AllRule:
+    """Every block: dense attention through the sparse path."""
+
+    name = "all"
+    needs_mass = False
+
+    def threshold(self) -> float:
+        return 1.0
+
+    def select(self, log_mass, seq_lens, **buffers) -> None:
+        raise AssertionError("rule all makes no lists")
+
+
+def make_rule(options: SparseDecodeOptions, geometry: Geometry) -> Rule:
+    """The rule that `options` name. Coverage of gamma = 1 is rule `all`."""
+    if options.rule == "all" or (options.rule == "coverage" and options.gamma == 1):
+        return AllRule()
+    return TopKRule(options, geometry) if options.rule == "top-k" else CoverageRule(options, geometry)

@@ -1,0 +1,29 @@
+"""What all tests share: the CPU environment on hosts without a GPU, the ``gpu`` marker, and free ports."""
+
+import socket
+
+import pytest
+import torch
+
+from sglang_sparse import cpu
+
+# At import, so that it comes before any test module imports SGLang; child processes inherit it.
+cpu.activate()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of the loopback address that nothing listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,234 @@
+"""What cannot work is refused at start: one line that names the flag or the model, exit code not 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+
+from sglang_sparse import cpu
+from sglang_sparse.options import ENVIRONMENT_VARIABLE
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def prepare(monkeypatch: pytest.MonkeyPatch, random_llama: Path) -> Any:
+    """SGLang's argument handling with the plugin loaded, as `launch_server` runs it."""
+    cpu.activate()
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    # A restored variable would make later tests' processes decode sparsely.
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+
+    def run(*flags: str, model: Path = random_llama) -> Any:
+        device = () if harness.ON_CUDA else ("--device", "cpu")
+        return prepare_server_args(["--model-path", str(model), *device, *flags])
+
+    return run
+
+
+def assert_refused(prepare: Any, capsys: pytest.CaptureFixture, flags: list[str], named: str, **kwargs: Any) -> None:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        prepare(*flags, **kwargs)
+    assert caught.value.code not in (0, None)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sglang-sparse: error: ")]
+    assert len(lines) == 1
+    assert named in lines[0]
+    assert not os.environ.get(ENVIRONMENT_VARIABLE)
+
+
+FLAGS = [
+    ("--sparse-decode-gamma 0", "--sparse-decode-gamma"),
+    ("--sparse-decode-gamma 1.5", "--sparse-decode-gamma"),
+    ("--sparse-decode-estimator magic", "--sparse-decode-estimator"),
+    ("--sparse-decode-rule magic", "--sparse-decode-rule"),
+    ("--sparse-decode-rule top-k --sparse-decode-top-k 0", "--sparse-decode-top-k"),
+    ("--sparse-decode-rule top-k", "--sparse-decode-top-k"),
+    ("--sparse-decode-config /nonexistent.json", "--sparse-decode-config"),
+    ("--page-size 8", "--page-size 8"),
+    ("--page-size 1", "--page-size 1 "),
+    ("--page-size 16 --sparse-decode-block-size 32", "--sparse-decode-block-size 32"),
+    ("--speculative-algorithm NGRAM", "--speculative-algorithm"),
+    ("--disaggregation-mode decode", "--disaggregation-mode"),
+    ("--enable-mixed-chunk", "--enable-mixed-chunk"),
+    ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype"),
+    ("--tp-size 2", "--tp-size"),
+    ("--pp-size 2", "--pp-size"),
+    ("--enable-pdmux", "--enable-pdmux"),
+    ("--enable-two-batch-overlap", "--enable-two-batch-overlap"),
+    ("--cuda-graph-backend-prefill full", "--cuda-graph-backend-prefill"),
+    ("--decode-attention-backend triton", "--decode-attention-backend"),
+    ("--attention-backend flex_attention", "--attention-backend"),
+    ("--enable-hierarchical-cache", "--enable-hierarchical-cache"),
+    ("--enable-lora", "--enable-lora"),
+    ("--enable-dp-attention", "--enable-dp-attention"),
+    ("--enable-torch-compile", "--enable-torch-compile"),
+    ("--enable-memory-saver", "--enable-memory-saver"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), FLAGS, ids=[flags for flags, _ in FLAGS])
+def test_flags_that_do_not_go_together(prepare: Any, capsys: pytest.CaptureFixture, flags: str, named: str) -> None:
+    assert_refused(prepare, capsys, ["--sparse-decode", *flags.split()], named)
+
+
+def test_an_option_without_sparse_decode(prepare: Any, capsys: pytest.CaptureFixture) -> None:
+    assert_refused(prepare, capsys, ["--sparse-decode-gamma", "0.9"], "--sparse-decode-gamma")
+
+
+def test_environment_variables_that_change_the_pool(
+    prepare: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    assert_refused(prepare, capsys, ["--sparse-decode"], "SGLANG_USE_HND_KVCACHE")
+
+
+def with_config(source: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a model with a changed configuration."""
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+MODELS = [
+    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding-window"),
+    ({"attn_logit_softcapping": 50.0}, "soft-capping"),
+    ({"head_dim": 80}, "head dim 80"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}, "Olmo2ForCausalLM has not been tested"),
+    (
+        {
+            "model_type": "deepseek_v2",
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "kv_lora_rank": 64,
+            "q_lora_rank": 32,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        },
+        "MLA",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), MODELS, ids=[named for _, named in MODELS])
+def test_models_that_are_not_supported(
+    prepare: Any,
+    capsys: pytest.CaptureFixture,
+    random_llama: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    named: str,
+) -> None:
+    model = with_config(random_llama, tmp_path, **changes)
+    assert_refused(prepare, capsys, ["--sparse-decode"], named, model=model)
+
+
+def test_what_is_accepted_sets_page_size_and_backend(prepare: Any) -> None:
+    arguments = prepare("--sparse-decode", "--sparse-decode-gamma", "0.9")
+    assert arguments.page_size == 64
+    assert arguments.decode_attention_backend == "sparse_decode"
+    assert json.loads(os.environ[ENVIRONMENT_VARIABLE])["gamma"] == 0.9
+    assert prepare("--sparse-decode", "--page-size", "32").page_size == 32
+
+
+def test_without_the_flag_nothing_changes(prepare: Any) -> None:
+    arguments = prepare()
+    assert arguments.decode_attention_backend is None
+    assert not os.environ[ENVIRONMENT_VARIABLE]
+
+
+def test_engine_kwargs_checks_like_the_command_line(prepare: Any, random_llama: Path) -> None:
+    from sglang_sparse import OptionsError, engine_kwargs
+
+    device = {} if harness.ON_CUDA else {"device": "cpu"}
+    arguments = engine_kwargs(model_path=str(random_llama), sparse_decode_gamma=0.9, **device)["server_args"]
+    assert (arguments.page_size, arguments.decode_attention_backend) == (64, "sparse_decode")
+    assert json.loads(os.environ[ENVIRONMENT_VARIABLE])["gamma"] == 0.9
+    with pytest.raises(OptionsError, match="gamme"):
+        engine_kwargs(model_path=str(random_llama), sparse_decode_gamme=0.9, **device)
+    with pytest.raises(OptionsError, match="--enable-mixed-chunk"):
+        engine_kwargs(model_path=str(random_llama), enable_mixed_chunk=True, **device)
+
+
+# A main module that breaks SGLang and then is `sglang.launch_server`. Spawned processes import it again.
+BROKEN = """
+import runpy, sys
+
+{damage}
+
+if __name__ == "__main__":
+    sys.argv[0] = "sglang.launch_server"
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+"""
+
+IN_SCHEDULER = "import multiprocessing\nif multiprocessing.parent_process() is not None:\n    "
+DAMAGES = {
+    "a hook target is gone": (
+        "import sglang.srt.model_executor.model_runner_components.attention_backend_setup as setup\n"
+        "del setup._build_full_attention_backend_from_str",
+        "_build_full_attention_backend_from_str",
+    ),
+    "the argument hook cannot be applied": (
+        "from sglang.srt.plugins.hook_registry import HookRegistry as Registry\n"
+        "apply = Registry._apply_target.__func__\n"
+        "def broken(cls, target, hooks):\n"
+        "    if target.endswith('from_cli_args'): raise RuntimeError('deliberately broken')\n"
+        "    return apply(cls, target, hooks)\n"
+        "Registry._apply_target = classmethod(broken)",
+        "from_cli_args was not applied",
+    ),
+    "a hook cannot be applied in the scheduler": (
+        "from sglang.srt.plugins.hook_registry import HookRegistry as Registry\n"
+        "apply = Registry._apply_target.__func__\n"
+        "def broken(cls, target, hooks):\n"
+        "    if target.endswith('get_internal_state'): raise RuntimeError('deliberately broken')\n"
+        "    return apply(cls, target, hooks)\n"
+        "Registry._apply_target = classmethod(broken)",
+        "get_internal_state was not applied",
+    ),
+    "the plugin fails in the scheduler": (
+        IN_SCHEDULER + "import sglang_sparse.cpu.paged_allocator as allocator; del allocator.alloc_decode",
+        "alloc_decode",
+    ),
+    "the pool sizing is replaced": (
+        IN_SCHEDULER + "import sglang_sparse.memory as memory; memory.reserve = None",
+        "TypeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_hook_stops_the_server(tmp_path: Path, random_llama: Path, damage: str) -> None:
+    code, named = DAMAGES[damage]
+    driver = tmp_path / "driver.py"
+    driver.write_text(BROKEN.format(damage=code))
+    line = harness.command(random_llama, "--sparse-decode", port=harness.free_port())
+    line[1:3] = [str(driver)]
+    result = subprocess.run(
+        line, env=harness.environment(), capture_output=True, text=True, timeout=240, check=False, start_new_session=True
+    )
+    assert result.returncode != 0
+    errors = [text for text in (result.stderr + result.stdout).splitlines() if "sglang-sparse: error: " in text]
+    assert len(errors) == 1, result.stderr[-3000:]
+    assert named in errors[0]
+    assert "ready to roll" not in result.stderr + result.stdout
+
+
+def test_the_exit_code_of_a_refused_server(random_llama: Path) -> None:
+    line = harness.command(random_llama, "--sparse-decode", "--sparse-decode-gamma", "2", port=harness.free_port())
+    result = subprocess.run(line, env=harness.environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert "sglang-sparse: error: --sparse-decode-gamma is 2.0" in result.stderr
+    assert "Traceback" not in result.stderr

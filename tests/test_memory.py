@@ -1,0 +1,76 @@
+"""Summaries and step buffers come out of SGLang's KV budget."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_sparse import memory
+from sglang_sparse.buffers import DecodeBuffers
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.options import ESTIMATORS, SparseDecodeOptions
+from sglang_sparse.selection import make_estimator
+from sglang_sparse.summaries import PageSummaries
+
+GEOMETRY = Geometry(kv_heads=8, group_size=4, head_dim=128, dtype=torch.bfloat16, page_size=64, block_size=16)
+LAYERS = 32
+KV_BYTES = GEOMETRY.kv_bytes * GEOMETRY.kv_heads * LAYERS
+
+
+class Inner:
+    """SGLang's configurator for a plain model: tokens are bytes ÷ bytes per token."""
+
+    marker = "inner"
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> SimpleNamespace:
+        return SimpleNamespace(max_total_num_tokens=available_bytes // KV_BYTES // page_size * page_size)
+
+
+def reserve(options: SparseDecodeOptions):
+    return memory.reserve(Inner(), options, geometry=GEOMETRY, layers=LAYERS, max_pages=2048, max_requests=64)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("dense_layers", [(), (0, 1)])
+@pytest.mark.parametrize("budget", [5 << 30, 100 << 30])
+def test_pool_summaries_and_buffers_fit_the_budget(estimator: str, dense_layers: tuple, budget: int) -> None:
+    options = SparseDecodeOptions(estimator=estimator, dense_layers=dense_layers)
+    tokens = reserve(options).calculate_pool_sizes(budget, 64).max_total_num_tokens
+    pages = tokens // 64 + 1
+    summary = make_estimator(options, GEOMETRY).allocate(pages, "meta")
+    summaries = sum(tensor.nbytes for tensor in summary) * (LAYERS - len(dense_layers))
+    buffers = DecodeBuffers(GEOMETRY, max_requests=64, max_pages=2048, threshold=0.95, selects=True, device="meta")
+    used = tokens * KV_BYTES + summaries + buffers.bytes
+    assert used <= budget + (64 << 20)
+    assert used >= budget * 0.99 - memory.MAX_STEP_BYTES
+
+
+def test_rule_all_reserves_nothing() -> None:
+    inner = Inner()
+    options = SparseDecodeOptions(rule="all")
+    assert memory.reserve(inner, options, geometry=GEOMETRY, layers=LAYERS, max_pages=2048, max_requests=64) is inner
+
+
+def test_too_little_memory_leaves_none_for_the_pool() -> None:
+    assert reserve(SparseDecodeOptions()).calculate_pool_sizes(1 << 20, 64).max_total_num_tokens == 0
+
+
+def test_other_attributes_are_the_inner_configurators() -> None:
+    assert reserve(SparseDecodeOptions()).marker == "inner"
+
+
+def test_a_turn_holds_what_fits_and_at_least_one_request() -> None:
+    per_request = memory.step_bytes_per_request(GEOMETRY, 2048)
+    turn = memory.requests_per_turn(GEOMETRY, 2048, 10_000)
+    assert turn * per_request <= memory.MAX_STEP_BYTES < (turn + 1) * per_request
+    assert memory.requests_per_turn(GEOMETRY, 2048, 3) == 3
+    assert memory.requests_per_turn(GEOMETRY, 10_000_000, 3) == 1
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_summary_bytes_are_what_is_allocated(estimator: str) -> None:
+    made = make_estimator(SparseDecodeOptions(estimator=estimator), GEOMETRY)
+    summaries = PageSummaries(made, [0, 1], 100, "meta")
+    assert summaries.bytes == pytest.approx(made.summary_bytes() * GEOMETRY.kv_heads * 100 * 64 * 2)

@@ -1,0 +1,155 @@
+"""Options: defaults, sources, precedence and every wrong value."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_sparse import options as module
+from sglang_sparse.options import OptionsError, SparseDecodeOptions
+
+
+def parse(*arguments: str) -> SparseDecodeOptions | None:
+    parser = argparse.ArgumentParser()
+    module.add_flags(parser)
+    return module.pop_flags(parser.parse_args(arguments))
+
+
+def test_defaults_are_those_of_the_object() -> None:
+    assert parse("--sparse-decode") == SparseDecodeOptions()
+
+
+def test_without_the_flag_nothing_is_returned_or_left_behind() -> None:
+    parser = argparse.ArgumentParser()
+    module.add_flags(parser)
+    namespace = parser.parse_args([])
+    assert module.pop_flags(namespace) is None
+    assert vars(namespace) == {}
+
+
+def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for name, default in vars(SparseDecodeOptions()).items():
+        assert module.flag(name) in text
+        assert f"(default: {'none' if default in (None, ()) else default})" in text
+    assert "--sparse-decode-config" in text
+
+
+def test_flags_reach_their_options() -> None:
+    options = parse(
+        *"--sparse-decode --sparse-decode-rule top-k --sparse-decode-top-k 0.2 --sparse-decode-estimator minmax".split(),
+        *"--sparse-decode-block-size 32 --sparse-decode-group every --sparse-decode-min-context 100".split(),
+        *"--sparse-decode-sink-tokens 4 --sparse-decode-window-tokens 64 --sparse-decode-dense-layers 0,2-4".split(),
+        *"--sparse-decode-gamma 0.9 --sparse-decode-thumbnail-bits 4".split(),
+    )
+    assert options == SparseDecodeOptions(
+        gamma=0.9,
+        estimator="minmax",
+        thumbnail_bits=4,
+        block_size=32,
+        group="every",
+        rule="top-k",
+        top_k=0.2,
+        min_context=100,
+        sink_tokens=4,
+        window_tokens=64,
+        dense_layers=(0, 2, 3, 4),
+    )
+
+
+def test_flags_win_over_the_config_file_over_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "sparse.json"
+    file.write_text(json.dumps({"gamma": 0.8, "min-context": 10, "dense_layers": [1]}))
+    options = parse("--sparse-decode", "--sparse-decode-config", str(file), "--sparse-decode-gamma", "0.7")
+    assert options == SparseDecodeOptions(gamma=0.7, min_context=10, dense_layers=(1,))
+
+
+def test_environment_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(module.ENVIRONMENT_VARIABLE, raising=False)
+    assert SparseDecodeOptions.from_environment() is None
+    options = SparseDecodeOptions(gamma=0.5, dense_layers=(3, 1))
+    monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, options.to_json())
+    assert SparseDecodeOptions.from_environment() == options
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"gamma": 0}, "--sparse-decode-gamma"),
+    ({"gamma": 1.01}, "--sparse-decode-gamma"),
+    ({"gamma": float("nan")}, "--sparse-decode-gamma"),
+    ({"gamma": "0.9"}, "--sparse-decode-gamma"),
+    ({"gamma": True}, "--sparse-decode-gamma"),
+    ({"estimator": "magic"}, "--sparse-decode-estimator"),
+    ({"rule": "magic"}, "--sparse-decode-rule"),
+    ({"group": "some"}, "--sparse-decode-group"),
+    ({"thumbnail_bits": 5}, "--sparse-decode-thumbnail-bits"),
+    ({"block_size": 12}, "--sparse-decode-block-size"),
+    ({"rule": "top-k"}, "--sparse-decode-top-k"),
+    ({"rule": "top-k", "top_k": 0}, "--sparse-decode-top-k"),
+    ({"rule": "top-k", "top_k": -3}, "--sparse-decode-top-k"),
+    ({"rule": "top-k", "top_k": 2.5}, "--sparse-decode-top-k"),
+    ({"top_k": 3}, "--sparse-decode-top-k"),
+    ({"min_context": -1}, "--sparse-decode-min-context"),
+    ({"min_context": 1.5}, "--sparse-decode-min-context"),
+    ({"sink_tokens": -1}, "--sparse-decode-sink-tokens"),
+    ({"window_tokens": 0}, "--sparse-decode-window-tokens"),
+    ({"dense_layers": "a"}, "--sparse-decode-dense-layers"),
+    ({"dense_layers": "3-1"}, "--sparse-decode-dense-layers"),
+    ({"dense_layers": [-1]}, "--sparse-decode-dense-layers"),
+    ({"dense_layers": 3}, "--sparse-decode-dense-layers"),
+]
+
+
+@pytest.mark.parametrize(("values", "named"), WRONG)
+def test_wrong_values_name_their_flag_in_one_line(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionsError, match=named) as caught:
+        SparseDecodeOptions(**values)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ('{"gamme": 0.9}', "gamme"),
+        ('{"min-context": 1, "min_context": 2}', "twice"),
+        ("[1]", "JSON object"),
+        ("{", "not valid JSON"),
+        ('{"gamma": 2}', "--sparse-decode-gamma"),
+        (None, "cannot be read"),
+    ],
+)
+def test_wrong_config_files_are_named(tmp_path: Path, content: str | None, what: str) -> None:
+    file = tmp_path / "sparse.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(OptionsError, match=what):
+        parse("--sparse-decode", "--sparse-decode-config", str(file))
+
+
+def test_options_without_sparse_decode_are_refused() -> None:
+    with pytest.raises(OptionsError, match="--sparse-decode-gamma has no effect without --sparse-decode"):
+        parse("--sparse-decode-gamma", "0.9")
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 48, 256])
+def test_page_sizes_without_support_are_refused(page_size: int) -> None:
+    with pytest.raises(OptionsError, match=f"--page-size {page_size}"):
+        SparseDecodeOptions().check_page_size(page_size)
+
+
+def test_the_block_size_must_divide_the_page_size() -> None:
+    with pytest.raises(OptionsError, match="--sparse-decode-block-size 64 does not divide --page-size 32"):
+        SparseDecodeOptions(block_size=64).check_page_size(32)
+    for page_size in module.PAGE_SIZES:
+        SparseDecodeOptions().check_page_size(page_size)
+
+
+def test_dense_layers_must_exist() -> None:
+    SparseDecodeOptions(dense_layers=(1,)).check_layers(2)
+    with pytest.raises(OptionsError, match="layer 2"):
+        SparseDecodeOptions(dense_layers=(1, 2)).check_layers(2)
