@@ -1,8 +1,8 @@
 """Makes the checkout visible to a Python that nothing may be installed into, and prints the folder for PYTHONPATH.
 
-SGLang finds plugins through the metadata of installed distributions. The folder holds links to the two packages and that
-metadata, and nothing else: with the checkout itself on PYTHONPATH its folders ``tests``, ``benchmarks`` and ``kernels``
-would become importable too.
+SGLang finds plugins through the metadata of installed distributions. The folder holds links to the two packages and
+this metadata, nothing else: with the checkout itself on PYTHONPATH its folders ``tests``, ``benchmarks`` and
+``kernels`` would become importable too.
 
     export PYTHONPATH=$(python3 scripts/local_site.py):$PYTHONPATH
 """
@@ -18,6 +18,15 @@ SITE = ROOT / "build" / "site"
 PACKAGES = {"sglang_sparse": ROOT / "sglang_sparse", "sparse_kernels": ROOT / "kernels" / "sparse_kernels"}
 
 
+def is_current(name: str, files: dict[str, str]) -> bool:
+    if not SITE.is_dir() or {entry.name for entry in SITE.iterdir()} != {name, *PACKAGES}:
+        return False
+    linked = all((SITE / package).resolve() == folder for package, folder in PACKAGES.items())
+    return linked and all(
+        (SITE / name / file).is_file() and (SITE / name / file).read_text() == text for file, text in files.items()
+    )
+
+
 def make() -> Path:
     # Read by pattern: Python 3.10 has no TOML parser of its own.
     project = (ROOT / "pyproject.toml").read_text()
@@ -25,14 +34,20 @@ def make() -> Path:
     entry_points = re.search(r'^\[project\.entry-points\."(.+)"\]\n((?:.+ = .+\n)+)', project, re.MULTILINE)
     if version is None or entry_points is None:
         raise SystemExit("error: pyproject.toml has no version or no entry points")
-    shutil.rmtree(SITE, ignore_errors=True)
-    metadata = SITE / f"sglang_sparse-{version[1]}.dist-info"
-    metadata.mkdir(parents=True)
-    for name, package in PACKAGES.items():
-        (SITE / name).symlink_to(package)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang-sparse\nVersion: {version[1]}\n")
+    name = f"sglang_sparse-{version[1]}.dist-info"
     entries = entry_points[2].replace('"', "")
-    (metadata / "entry_points.txt").write_text(f"[{entry_points[1]}]\n{entries}")
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: sglang-sparse\nVersion: {version[1]}\n",
+        "entry_points.txt": f"[{entry_points[1]}]\n{entries}",
+    }
+    # Left as it is when nothing changed, since another process may be using it.
+    if not is_current(name, files):
+        shutil.rmtree(SITE, ignore_errors=True)
+        (SITE / name).mkdir(parents=True)
+        for package, folder in PACKAGES.items():
+            (SITE / package).symlink_to(folder)
+        for file, text in files.items():
+            (SITE / name / file).write_text(text)
     return SITE
 
 

@@ -34,8 +34,8 @@ HOST = "127.0.0.1"
 LOG_FOLDER = Path(__file__).resolve().parent.parent / "build"
 STOP_SECONDS = 5.0
 
-FACT = "The lighthouse was built by Anna Bergstrom in the year 1862."
-QUESTION = "Who built the lighthouse, and in which year?"
+FACT = "The name of the harbour master's dog is Biscuit."
+QUESTION = "What is the name of the harbour master's dog?"
 
 
 class ServeError(Exception):
@@ -152,7 +152,7 @@ class Server:
 
 def ask(server: Server, model: str) -> None:
     """Sends one chat completion and prints the answer and what it took."""
-    message = f"{document()}\n\n{QUESTION}"
+    message = f"Read the text, then answer the question.\n\n{document()}\n\nQuestion: {QUESTION}"
     body = {
         "model": model,
         "messages": [{"role": "user", "content": message}],

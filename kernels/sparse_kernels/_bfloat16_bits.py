@@ -26,3 +26,10 @@ def floor_bits(x):
 def ceil_bits(x):
     """Pattern of the smallest bfloat16 that is not below the fp32 `x`, for `x >= 0`."""
     return (x.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+
+
+@triton.jit
+def round_half_up(x):
+    """The fp32 `x` as bfloat16, ties away from zero, and the same as fp32. Integer arithmetic: the conversion instruction is slow."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x8000) & -65536
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), bits.to(tl.float32, bitcast=True)

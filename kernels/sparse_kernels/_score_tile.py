@@ -4,6 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ._dispatch import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 REQUESTS = 64
@@ -12,7 +16,7 @@ REQUESTS = 64
 
 def padded_group(group_size: int) -> int:
     """Columns of a query tile: a power of two that the tensor cores take."""
-    return max(8, triton.next_power_of_2(group_size))
+    return max(4, triton.next_power_of_2(group_size))
 
 
 def token_tile(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -22,23 +26,43 @@ def token_tile(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def load_query(
-    q, batch_stride, head_stride, b, h, start, WIDTH, G: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
+    q, batch_stride, head_stride, b, h, start, WIDTH, G: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SPREAD: tl.constexpr = False
 ):
     """Channels `start` to `start + WIDTH` of a row's queries: `[ROWS, GROUP]`, zeros beyond WIDTH and G."""
     channels = tl.arange(0, ROWS)[:, None]
     heads = tl.arange(0, GROUP)[None, :]
     pointers = q + b.to(tl.int64) * batch_stride + (h * G + heads) * head_stride + start + channels
+    if SPREAD:
+        # Spreads a small tile over all threads: vector loads would make several threads hold, and compute, the same elements.
+        pointers = tl.max_contiguous(pointers, [1, 1])
     return tl.load(pointers, mask=(channels < WIDTH) & (heads < G), other=0.0)
+
+
+@triton.jit
+def exp2(x):
+    """`2**x`; natively without the several instructions that keep subnormal results, which are no mass to speak of."""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def log2(x):
+    """`log2(x)` for `x` that is not subnormal."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def block_log_mass(scores, BLOCK: tl.constexpr):
     """Log-sum-exp over blocks of tokens: scores in nats times log2(e), `[T, GROUP]`, to nats, `[T // BLOCK, GROUP]`."""
-    tiles = tl.reshape(scores, (scores.shape[0] // BLOCK, BLOCK, scores.shape[1]))
-    highest = tl.max(tiles, 1)
-    # A block without a valid token is not stored, but must not raise inf - inf.
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    return (highest + tl.log2(tl.sum(tl.exp2(tiles - highest[:, None, :]), 1))) * LN_2
+    # One shift for the whole tile: a block more than 126 below it (log2) gets -inf, which is its share of the mass in fp32.
+    highest = tl.max(scores, 0)[None, :]
+    tiles = tl.reshape(exp2(scores - highest), (scores.shape[0] // BLOCK, BLOCK, scores.shape[1]))
+    return (highest + log2(tl.sum(tiles, 1))) * LN_2
 
 
 @triton.jit

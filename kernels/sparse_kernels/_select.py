@@ -78,7 +78,8 @@ def _select_single(
             mass = tl.exp(row - highest)
             total = tl.sum(mass, 0)
             valid = tl.where(total > 0, valid, 0)
-            shares += mass / total
+            # NaN or +inf somewhere makes the total NaN: search among zeros, then keep all.
+            shares += tl.where(total > 0, mass / total, 0.0)
         patterns = (shares / GROUP).to(tl.int32, bitcast=True)
         keys = threshold_search.free_keys(patterns, blocks, sink, tail)
         weights = threshold_search.packed_weights(keys, BY_COUNT)
@@ -133,7 +134,8 @@ def _select_chunked(
             for start in range(0, blocks_in_row, CHUNK):
                 blocks = start + tl.arange(0, CHUNK)
                 inside = blocks < blocks_in_row
-                share = tl.exp(tl.load(row + blocks, mask=inside, other=float("-inf")) - highest) / total
+                share = tl.exp(tl.load(row + blocks, mask=inside, other=float("-inf")) - highest)
+                share = tl.where(total > 0, share / total, 0.0)
                 before = tl.load(patterns + blocks, mask=inside & (head + g > 0), other=0)
                 flag = before & threshold_search.KEPT_FLAG
                 if GROUP > 1:

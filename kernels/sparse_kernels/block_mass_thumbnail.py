@@ -13,9 +13,9 @@ from ._reference import block_logsumexp, rows_to_score, write_open_page
 from .thumbnail import BITS, check_thumbnails, unpack_codes
 
 
-PROGRAMS = 8
-STAGES = 2
-WARPS = 2
+_WARPS_PER_MULTIPROCESSOR = 16
+_REGISTERS = 128
+"""Registers of a thread that let this many warps run on a multiprocessor."""
 
 
 def block_mass_thumbnail_reference(
@@ -48,45 +48,83 @@ def block_mass_thumbnail_reference(
 
 
 @triton.jit
-def _fold(query, bounds, START: tl.constexpr, WIDTH, FACTOR: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """A sub-range of a row's query with a page's steps folded in, and what it adds to the scores besides the product with the codes.
-
-    Returns `query * step / FACTOR` and the bias, both `[ROWS, GROUP]`.
-    """
-    channels = tl.arange(0, query.shape[0])
-    low = bfloat16_bits.to_float(tl.load(bounds + START + channels, mask=channels < WIDTH, other=0))
-    step = bfloat16_bits.to_float(tl.load(bounds + D + START + channels, mask=channels < WIDTH, other=0))
-    query = query.to(tl.float32)
-    folded = query * (step * (1.0 / FACTOR))[:, None]
-    bias = query * low[:, None]
-    if HALF:
-        # Codes go into the product as 128 + code (see `_levels`); the rounded query is what must be taken off again.
-        rounded = folded.to(tl.bfloat16)
-        return rounded, bias - 128.0 * rounded.to(tl.float32)
-    else:
-        return folded, bias
+def _load_bounds(low_step, summary, channels, real, D: tl.constexpr):
+    """Bit patterns of a page's low and step, for a column of channels."""
+    bounds = tl.max_contiguous(low_step + summary * (2 * D) + channels, [1, 1])
+    return tl.load(bounds, mask=real, other=0), tl.load(bounds + D, mask=real, other=0)
 
 
 @triton.jit
-def _levels(codes, high, S: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, HALF: tl.constexpr):
+def _split_subs(folded, SUBS: tl.constexpr):
+    """The sub-ranges of `folded [SUBS * ROWS, GROUP]`, four tiles `[ROWS, GROUP]`; two of them repeat the others if SUBS is 2."""
+    ROWS: tl.constexpr = folded.shape[0] // SUBS
+    GROUP: tl.constexpr = folded.shape[1]
+    if SUBS == 2:
+        f0, f1 = tl.split(tl.permute(tl.reshape(folded, (2, ROWS, GROUP)), (1, 2, 0)))
+        f2, f3 = f0, f1
+    else:
+        even, odd = tl.split(tl.permute(tl.reshape(folded, (2, 2, ROWS, GROUP)), (2, 3, 0, 1)))
+        f0, f2 = tl.split(even)
+        f1, f3 = tl.split(odd)
+    return f0, f1, f2, f3
+
+
+@triton.constexpr_function
+def _unpack_asm(bits: int, sub: int) -> str:
+    """PTX that turns four packed bytes into the bfloat16 of `128 + factor * code` of sub-range `sub`; see `_levels`.
+
+    $2 holds the bytes, $3 those of the high plane of three bits, its bits at even positions. A mask leaves each code in its byte; byte
+    permutes put 0x43 above it. Each of the four stays in its place: which elements share a register is the compiler's choice.
+    """
+    if bits == 4:
+        mask, shift = (0x0F, 0) if sub == 0 else (0x78, 1)
+    else:
+        mask, shift = (0x30, 2) if sub == 3 else (3 << 2 * sub, 0)
+    asm = f"shr.b32 t, $2, {shift}; and.b32 t, t, 0x{mask * 0x01010101:08x}; "
+    if bits == 3:
+        mask, left = (0x40, 0) if sub == 3 else (4 << 2 * sub, 2)
+        # lop3 with 0xEA is (a & b) | c.
+        asm += f"shl.b32 u, $3, {left}; lop3.b32 t, u, 0x{mask * 0x01010101:08x}, t, 0xEA; "
+    asm += "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; "
+    return "{ .reg .b32 t, u; " + asm + "}"
+
+
+@triton.jit
+def _high_plane(high, columns, BYTES: tl.constexpr, HALF: tl.constexpr):
+    """Moves the high bits of a tile's columns to even positions: bit s of sub-range s to position 2 * s.
+
+    Bit s of byte i belongs to channel `i + s * D / 8`: even s to the lower half of sub-range `s // 2`, odd ones to the upper half.
+    """
+    if HALF:
+        upper = tl.where(columns >= BYTES // 2, 255, 0).to(tl.uint8) + tl.zeros_like(high)
+        # lop3 with 0xCA is a ? b : c.
+        ASM: tl.constexpr = "{ .reg .b32 t; shr.b32 t, $1, 1; lop3.b32 t, $2, t, $1, 0xCA; and.b32 $0, t, 0x55555555; }"
+        return tl.inline_asm_elementwise(ASM, "=r,r,r", [high, upper], tl.uint8, is_pure=True, pack=4)
+    else:
+        return tl.where(columns >= BYTES // 2, high >> 1, high) & 0x55
+
+
+@triton.jit
+def _levels(codes, high, S: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
     """Sub-range S of the codes of packed bytes: `FACTOR * code`, fp32, or `128 + FACTOR * code` as bfloat16 when HALF.
 
     Masking a field where it lies multiplies its code by a power of two, the factor. `0x4300 | x` is the bfloat16 of `128 + x` for
     `x < 128`: no conversion instruction, which would cost more than the load. Fields above bit 6 are shifted down first.
     """
-    if BITS == 4:
-        fields = (codes & 0xF) if S == 0 else ((codes >> 1) & 0x78)
-    else:
-        fields = ((codes >> 2) & 0x30) if S == 3 else (codes & (3 << (2 * S)))
-        if BITS == 3:
-            # Byte i of the high plane holds channel i + s * D / 8 at bit s: two of its bits for each sub-range.
-            second = (tl.arange(0, codes.shape[1]) >= BYTES // 2).to(high.dtype)[None, :]
-            SHIFT: tl.constexpr = 6 if S == 3 else 2 * S + 2
-            fields |= ((high >> (2 * S + second)) & 1) << SHIFT
     if HALF:
-        return (fields | 0x4300).to(tl.bfloat16, bitcast=True)
+        ASM: tl.constexpr = _unpack_asm(BITS, S)
+        levels = tl.inline_asm_elementwise(ASM, "=&r,=&r,r,r", [codes, high], tl.bfloat16, is_pure=True, pack=4)
     else:
-        return fields.to(tl.float32)
+        codes = codes.to(tl.int32)
+        high = high.to(tl.int32)
+        if BITS == 4:
+            fields = (codes & 0xF) if S == 0 else ((codes >> 1) & 0x78)
+        else:
+            fields = ((codes >> 2) & 0x30) if S == 3 else (codes & (3 << (2 * S)))
+            if BITS == 3:
+                fields |= (high & 0x40) if S == 3 else ((high << 2) & (4 << (2 * S)))
+        levels = fields.to(tl.float32)
+    return levels
 
 
 @triton.jit(do_not_specialize=["batch", "min_context"])
@@ -126,10 +164,14 @@ def _block_mass_thumbnail_kernel(
     unit, end = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
     SUBS: tl.constexpr = 2 if BITS == 4 else 4
     BYTES: tl.constexpr = D // SUBS
-    # Factors of `_levels`.
-    F1: tl.constexpr = 8 if BITS == 4 else 4
-    F2: tl.constexpr = 16
-    F3: tl.constexpr = 16
+    # Row r of the folded query is channel r % SUB_ROWS of sub-range r // SUB_ROWS.
+    rows = tl.arange(0, SUBS * SUB_ROWS)[:, None]
+    channels = rows // SUB_ROWS * BYTES + rows % SUB_ROWS
+    real = rows % SUB_ROWS < BYTES
+    if BITS == 4:
+        inverse_factor = tl.where(rows < SUB_ROWS, 1.0, 0.125)
+    else:
+        inverse_factor = tl.where(rows < SUB_ROWS, 1.0, tl.where(rows < 2 * SUB_ROWS, 0.25, 0.0625))
     tokens = tl.arange(0, PAGE)[:, None]
     columns = tl.arange(0, SUB_ROWS)[None, :]
     while unit < end:
@@ -142,37 +184,42 @@ def _block_mass_thumbnail_kernel(
         closed = length // PAGE
         pages = page_table + b.to(tl.int64) * page_table_stride
         out_row = out + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
-        q0 = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, 0, BYTES, G, SUB_ROWS, GROUP)
-        q1 = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, BYTES, BYTES, G, SUB_ROWS, GROUP)
-        if SUBS == 4:
-            q2 = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, 2 * BYTES, BYTES, G, SUB_ROWS, GROUP)
-            q3 = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, 3 * BYTES, BYTES, G, SUB_ROWS, GROUP)
-        for page in tl.range(first, tl.minimum(last, closed), num_stages=STAGES):
-            summary = tl.load(pages + page).to(tl.int64) * kv_heads + h
-            bytes = codes + (summary * PAGE + tokens) * (D * BITS // 8)
+        heads = tl.arange(0, GROUP)[None, :]
+        query = q + b.to(tl.int64) * q_batch_stride + (h * G + heads) * q_head_stride + channels
+        # Spreads the tile over all threads: vector loads would make several threads hold, and compute, the same elements.
+        query = tl.max_contiguous(query, [1, 1])
+        query = tl.load(query, mask=real & (heads < G), other=0.0).to(tl.float32) * scale_log2
+        folding_query = query * inverse_factor
+        stop = tl.minimum(last, closed)
+        summary = tl.load(pages + first).to(tl.int64) * kv_heads + h
+        low, step = _load_bounds(low_step, summary, channels, real & (first < stop), D)
+        for page in tl.range(first, stop, num_stages=STAGES):
+            bytes = tl.load(pages + page).to(tl.int64) * kv_heads + h
+            bytes = codes + (bytes * PAGE + tokens) * (D * BITS // 8)
             packed = tl.load(bytes + columns, mask=columns < BYTES, other=0)
             high = packed
             if BITS == 3:
-                high_columns = tl.where(columns >= BYTES // 2, columns - BYTES // 2, columns)
-                high = tl.load(bytes + BYTES + high_columns, mask=columns < BYTES, other=0)
-            packed = packed.to(tl.int16 if HALF else tl.int32)
-            high = high.to(tl.int16 if HALF else tl.int32)
-            bounds = low_step + summary * (2 * D)
-            f0, bias = _fold(q0, bounds, 0, BYTES, 1, D, HALF)
-            scores = tl.dot(_levels(packed, high, 0, BITS, BYTES, HALF), f0, input_precision="ieee")
-            f1, part = _fold(q1, bounds, BYTES, BYTES, F1, D, HALF)
-            bias += part
-            scores = tl.dot(_levels(packed, high, 1, BITS, BYTES, HALF), f1, scores, input_precision="ieee")
+                high = tl.load(bytes + BYTES + columns % (BYTES // 2), mask=columns < BYTES, other=0)
+                high = _high_plane(high, columns, BYTES, HALF)
+            # The bounds of the next page, in flight while this one is scored.
+            summary = tl.load(pages + tl.minimum(page + 1, stop - 1)).to(tl.int64) * kv_heads + h
+            next_low, next_step = _load_bounds(low_step, summary, channels, real, D)
+            bias = query * bfloat16_bits.to_float(low)
+            folded = folding_query * bfloat16_bits.to_float(step)
+            if HALF:
+                # Codes go into the product as 128 + code (see `_levels`); the rounded query is what must be taken off again.
+                folded, rounded = bfloat16_bits.round_half_up(folded)
+                bias -= 128.0 * rounded
+            f0, f1, f2, f3 = _split_subs(folded, SUBS)
+            scores = tl.broadcast_to(tl.sum(bias, 0)[None, :], (PAGE, GROUP))
+            scores = tl.dot(_levels(packed, high, 0, BITS, HALF), f0, scores, input_precision="ieee")
+            scores = tl.dot(_levels(packed, high, 1, BITS, HALF), f1, scores, input_precision="ieee")
             if SUBS == 4:
-                f2, part = _fold(q2, bounds, 2 * BYTES, BYTES, F2, D, HALF)
-                bias += part
-                scores = tl.dot(_levels(packed, high, 2, BITS, BYTES, HALF), f2, scores, input_precision="ieee")
-                f3, part = _fold(q3, bounds, 3 * BYTES, BYTES, F3, D, HALF)
-                bias += part
-                scores = tl.dot(_levels(packed, high, 3, BITS, BYTES, HALF), f3, scores, input_precision="ieee")
-            scores = (scores + tl.sum(bias, 0)[None, :]) * scale_log2
+                scores = tl.dot(_levels(packed, high, 2, BITS, HALF), f2, scores, input_precision="ieee")
+                scores = tl.dot(_levels(packed, high, 3, BITS, HALF), f3, scores, input_precision="ieee")
             mass = score_tile.block_log_mass(scores, BLOCK)
             score_tile.store_blocks(out_row, out_group_stride, mass, page * (PAGE // BLOCK), closed * (PAGE // BLOCK), G)
+            low, step = next_low, next_step
         if last > closed:
             score_tile.write_open_page(
                 score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, 0, D, G, ROWS, GROUP),
@@ -209,7 +256,13 @@ def _block_mass_thumbnail_triton(
 ) -> None:
     batch, kv_heads, group_size, _ = out.shape
     head_dim = q.shape[2]
-    _block_mass_thumbnail_kernel[(planned_programs(q, PROGRAMS),)](
+    group = score_tile.padded_group(group_size)
+    half = q.dtype != torch.float32 and not INTERPRETED
+    # A warp holds a page of 64 tokens and 128 channels for four heads. More warps share a program only for larger tiles: they would
+    # have to meet at barriers for every page.
+    warps = min(8, max(1, page_size * triton.next_power_of_2(head_dim) * group // (8192 * 4)) * (1 if half else 4))
+    programs = planned_programs(q, max(2, _WARPS_PER_MULTIPROCESSOR // warps))
+    _block_mass_thumbnail_kernel[(programs,)](
         q,
         k_pool,
         codes,
@@ -230,18 +283,19 @@ def _block_mass_thumbnail_triton(
         kv_heads,
         min_context,
         BITS=bits,
-        HALF=q.dtype != torch.float32 and not INTERPRETED,
+        HALF=half,
         G=group_size,
-        GROUP=score_tile.padded_group(group_size),
+        GROUP=group,
         D=head_dim,
         ROWS=triton.next_power_of_2(head_dim),
         SUB_ROWS=triton.next_power_of_2(head_dim // (2 if bits == 4 else 4)),
         PAGE=page_size,
         BLOCK=block_size,
-        T=score_tile.token_tile(page_size, head_dim, q.dtype),
+        T=max(16, block_size),
         REQUESTS=score_tile.REQUESTS,
-        STAGES=STAGES,
-        num_warps=WARPS,
+        STAGES=3,
+        num_warps=warps,
+        maxnreg=_REGISTERS if half else None,
     )
 
 

@@ -41,7 +41,7 @@ def sparse_attention_reference(
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]
     group = num_q_heads // num_kv_heads
-    counts = None if block_lists is None else block_counts[:batch].tolist()
+    counts = None if block_counts is None else block_counts[:batch].tolist()
     for b, seq_len in enumerate(seq_lens[:batch].tolist()):
         if seq_len <= 0:
             out[b].zero_()
@@ -49,7 +49,7 @@ def sparse_attention_reference(
         num_blocks = -(-seq_len // block_size)
         row_counts = [num_blocks] * num_kv_heads if counts is None else [min(c, num_blocks) for c in counts[b]]
         pages = page_table[b, : -(-seq_len // page_size)].long()
-        if min(row_counts) == num_blocks:
+        if block_lists is None or min(row_counts) == num_blocks:
             offsets = torch.arange(page_size, device=q.device)
             slots = (pages[:, None] * page_size + offsets).flatten()[:seq_len]
             attended = torch.nn.functional.scaled_dot_product_attention(
@@ -284,7 +284,6 @@ def sparse_attention(
         return
     num_kv_heads = k_pool.shape[1]
     config = plan.tile_config(head_dim, k_pool.dtype)
-    has_lists = block_lists is not None
     _sparse_attention_kernel[(workspace.num_programs,)](
         q,
         k_pool,
@@ -305,8 +304,7 @@ def sparse_attention(
         v_pool.stride(0),
         v_pool.stride(1),
         page_table.stride(0),
-        block_lists.stride(0) if has_lists else 0,
-        block_lists.stride(1) if has_lists else 0,
+        *((0, 0) if block_lists is None else block_lists.stride()[:2]),
         out.stride(0),
         out.stride(1),
         batch * num_kv_heads,
@@ -318,7 +316,7 @@ def sparse_attention(
         PAGE_SIZE=page_size,
         BLOCK_SIZE=block_size,
         TILE=config.tile,
-        HAS_LISTS=has_lists,
+        HAS_LISTS=block_lists is not None,
         ROWS=plan.PLAN_ROWS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -21,17 +21,17 @@ SELF_CHECK_VARIABLE = "SGLANG_SPARSE_DECODE_SELF_CHECK"
 
 def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     """The `sparse_decode` block of one scheduler's internal state; JSON types only."""
-    reading = backend.counters.read()
+    reading = backend.step.counters.read()
     block = {
-        "options": dataclasses.asdict(backend.options),
-        "page_size": backend.geometry.page_size,
-        "summary_bytes": backend.summaries.bytes,
+        "options": dataclasses.asdict(backend.step.options),
+        "page_size": backend.step.geometry.page_size,
+        "summary_bytes": backend.step.summaries.bytes,
         "steps": reading.steps,
         "kept_fraction": reading.kept_fraction,
         "bytes_read_fraction": reading.bytes_read_fraction,
         "kept_fraction_by_layer_and_head": reading.kept_by_layer_and_head,
     }
-    block["options"]["dense_layers"] = list(backend.options.dense_layers)
+    block["options"]["dense_layers"] = list(backend.step.options.dense_layers)
     if os.environ.get(SELF_CHECK_VARIABLE) == "1":
         block["self_check"] = self_check(backend, scheduler)
     return block
@@ -45,11 +45,11 @@ def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int]:
     pool = backend.kv_pool
     if pool.device != "cpu":
         torch.get_device_module(pool.device).synchronize()
-    pages = sglang_compat.live_closed_pages(scheduler, backend.geometry.page_size)
+    pages = sglang_compat.live_closed_pages(scheduler, backend.step.geometry.page_size)
     stale = {
-        layer: backend.summaries.stale_pages(layer, pool.get_key_buffer(layer), pages)
+        layer: backend.step.summaries.stale_pages(layer, pool.get_key_buffer(layer), pages)
         for layer in range(pool.layer_num)
-        if layer in backend.summaries
+        if layer in backend.step.summaries
     }
     return {
         "live_closed_pages": len(pages),
@@ -70,6 +70,6 @@ def decode_line(reading: Reading) -> str | None:
 
 def log_decode(backend: SparseDecodeBackend) -> None:
     """Logs what the steps of the last interval read, if there were any."""
-    line = decode_line(backend.counters.read_recent())
+    line = decode_line(backend.step.counters.read_recent())
     if line:
         logger.info(line)

@@ -112,20 +112,17 @@ SHAPES = [
     ([63, 64, 65, 127, 128, 129], 1, 1, 64, 64, 32, 4, None),
     ([300], 1, 4, 128, 128, 64, 17, None),
 ]
+# Each of these takes one of the dtypes in turn: the interpreter is slow, and so is compiling.
+SHAPES_AND_DTYPES = [(*shape, DTYPES[i % 2]) for i, shape in enumerate(SHAPES)]
 if NATIVE:
-    SHAPES += [
+    LARGER_SHAPES = [
         ([5000, 17, 0, 12345], 8, 4, 128, 64, 16, None, 0.3),
         ([3000] * 9, 4, 7, 128, 32, 8, None, 0.1),
         ([2049, 4097], 8, 16, 256, 128, 64, None, 0.5),
         ([8191], 3, 3, 64, 16, 16, 1000, 0.2),
         ([1023, 1025, 1], 2, 5, 96, 64, 32, None, None),
     ]
-
-
-# The interpreter is slow: there each shape takes one of the dtypes in turn.
-SHAPES_AND_DTYPES = [
-    (*shape, dtype) for i, shape in enumerate(SHAPES) for dtype in (DTYPES if NATIVE else [DTYPES[i % 2]])
-]
+    SHAPES_AND_DTYPES += [(*shape, dtype) for shape in LARGER_SHAPES for dtype in DTYPES]
 
 
 @pytest.mark.parametrize(

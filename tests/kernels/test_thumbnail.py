@@ -39,8 +39,7 @@ def make_thumbnails(keys: torch.Tensor, pages: torch.Tensor, bits: int, page_siz
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(("page_size", "head_dim"), SHAPES)
+@pytest.mark.parametrize(("bits", "page_size", "head_dim"), [(bits, *shape) for bits, shape in zip([2, 3, 4, 2], SHAPES)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bounds_and_round_trip(impl, bits, page_size, head_dim, dtype, device):
     keys = make_keys(page_size, head_dim, dtype).to(device)

@@ -1,0 +1,1 @@
+"""Benchmarks of `sparse_kernels`, one file per operation: `python -m benchmarks.kernels [operation ...]`."""

@@ -1,0 +1,252 @@
+"""Inputs, timing and tables that the kernel benchmarks share.
+
+Times are medians over replays of a CUDA graph that runs the operation on several input sets in turn. The sets read
+different pages and together exceed the L2 cache several times, so that every byte comes from memory, as it does between
+the layers of a model. Every operation is compared with its torch reference before it is timed.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+ROTATED_BYTES = 384 * 2**20
+"""What the input sets of a case read together, at least: several times the L2 cache of any current GPU."""
+
+MAX_SETS = 24
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row of a table. `bytes` is what any implementation must move for the case."""
+
+    operation: str
+    case: str
+    batch: int
+    context: int
+    kept: float | None
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The per-step inputs of a decode batch: `q [B, Hq, D]`, `page_table [B, max_pages]`, `seq_lens [B]`."""
+
+    q: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+    def request(self, b: int) -> Batch:
+        """The batch of request `b` alone."""
+        one = slice(b, b + 1)
+        return Batch(self.q[one], self.page_table[one], self.seq_lens[one])
+
+    @property
+    def size(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.seq_lens.sum())
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The shapes to measure, by default those of Llama-3.1-8B, and a pool of random keys and values for all of them."""
+
+    batches: tuple[int, ...] = (1, 4, 8, 64)
+    contexts: tuple[int, ...] = (32_768, 130_000)
+    num_kv_heads: int = 8
+    group_size: int = 4
+    head_dim: int = 128
+    page_size: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def blocks_per_page(self) -> int:
+        return self.page_size // self.block_size
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one token's key of one head."""
+        return self.head_dim * self.dtype.itemsize
+
+    @cached_property
+    def num_pages(self) -> int:
+        """Pages of the largest case or of `ROTATED_BYTES` of keys, whichever is more, and the padding page."""
+        largest = max(self.batches) * -(-max(self.contexts) // self.page_size)
+        page_bytes = self.page_size * self.num_kv_heads * self.head_bytes
+        return 1 + max(largest, -(-ROTATED_BYTES // page_bytes))
+
+    @cached_property
+    def k_pool(self) -> torch.Tensor:
+        return self._random_pool(1)
+
+    @cached_property
+    def v_pool(self) -> torch.Tensor:
+        return self._random_pool(2)
+
+    def _random_pool(self, seed: int) -> torch.Tensor:
+        shape = (self.num_pages * self.page_size, self.num_kv_heads, self.head_dim)
+        rng = torch.Generator(self.device).manual_seed(seed)
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(generator=rng)
+
+    @cached_property
+    def _page_order(self) -> torch.Tensor:
+        rng = torch.Generator().manual_seed(3)
+        order = torch.randperm(self.num_pages - 1, generator=rng) + 1
+        return order.to(device=self.device, dtype=torch.int32)
+
+    def cases(self) -> Iterable[tuple[int, int]]:
+        """Batch size and context of every case."""
+        return ((batch, context) for batch in self.batches for context in self.contexts)
+
+    def batch(self, size: int, context: int, index: int = 0) -> Batch:
+        """Input set `index`: slightly ragged lengths up to `context`, pages scattered over the pool and, while the pool
+        lasts, other than those of the other sets."""
+        columns = -(-context // self.page_size)
+        start = index * size * columns
+        places = (start + torch.arange(size * columns, device=self.device)) % (self.num_pages - 1)
+        rng = torch.Generator(self.device).manual_seed(index)
+        q = torch.randn(
+            size,
+            self.num_kv_heads * self.group_size,
+            self.head_dim,
+            generator=rng,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        lengths = [max(context - 61 * b, 1) for b in range(size)]
+        return Batch(
+            q=q,
+            page_table=self._page_order[places].view(size, columns),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
+        )
+
+    def input_sets(self, size: int, context: int, bytes_read: int) -> list[Batch]:
+        """As many input sets as it takes to read `ROTATED_BYTES`, given what one of them reads."""
+        count = min(max(-(-ROTATED_BYTES // max(bytes_read, 1)), 1), MAX_SETS)
+        return [self.batch(size, context, index) for index in range(count)]
+
+    def capacity(self, context: int) -> int:
+        """Blocks that a row can hold."""
+        return -(-context // self.page_size) * self.blocks_per_page
+
+    def random_lists(self, batch: Batch, kept: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ascending random lists. Rows keep between half and one and a half times the share `kept`, as heads differ."""
+        rng = torch.Generator(self.device).manual_seed(seed)
+        capacity = batch.page_table.shape[1] * self.blocks_per_page
+        shape = (batch.size, self.num_kv_heads, capacity)
+        share = kept * (0.5 + torch.rand(*shape[:2], 1, generator=rng, device=self.device))
+        index = torch.arange(capacity, device=self.device, dtype=torch.int32)
+        blocks = (batch.seq_lens + self.block_size - 1) // self.block_size
+        chosen = (torch.rand(shape, generator=rng, device=self.device) < share) & (index < blocks[:, None, None])
+        chosen[:, :, 0] = True
+        lists = torch.where(chosen, index, capacity).sort(dim=-1).values
+        return lists.contiguous(), chosen.sum(-1, dtype=torch.int32)
+
+
+@triton.jit
+def _read_kernel(source, sums, PER_PROGRAM: tl.constexpr, CHUNK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * PER_PROGRAM
+    total = tl.zeros((CHUNK,), tl.int32)
+    for first in range(0, PER_PROGRAM, CHUNK):
+        total += tl.load(source + start + first + tl.arange(0, CHUNK))
+    tl.store(sums + tl.program_id(0), tl.sum(total))
+
+
+def measure_read_rate(device: str = "cuda") -> float:
+    """Bytes a second of the fastest of several reductions over 4 GiB: what a kernel that only reads can reach."""
+    count = 2**30
+    source = torch.zeros(count, dtype=torch.int32, device=device)
+    sums = torch.empty(2**15, dtype=torch.int32, device=device)
+    calls = []
+    for per_program, chunk, warps in ((2**15, 4096, 4), (2**16, 4096, 8), (2**17, 8192, 8), (2**18, 8192, 4)):
+
+        def read(per_program: int = per_program, chunk: int = chunk, warps: int = warps) -> None:
+            _read_kernel[(count // per_program,)](source, sums, PER_PROGRAM=per_program, CHUNK=chunk, num_warps=warps)
+
+        calls.append(read)
+    return source.nbytes / min(time_in_turn([call]) for call in calls)
+
+
+def time_in_turn(calls: Sequence[Callable[[], object]], seconds: float = 0.04, repeats: int = 5) -> float:
+    """Seconds of one call: median of `repeats` runs of about `seconds` in all, each replaying a graph of all calls."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+
+    def replay(times: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(times):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / times
+
+    replay(1)
+    times = max(1, round(seconds / repeats / replay(1)))
+    return statistics.median(replay(times) for _ in range(repeats)) / len(calls)
+
+
+def check_close(what: str, result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Raises RuntimeError unless the relative error, in the Euclidean norm, is at most `tolerance`."""
+    error = (result.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    if not error <= tolerance:
+        raise RuntimeError(f"{what}: relative error {error:.2e} against the reference, allowed {tolerance:.0e}")
+
+
+def table(measurements: Sequence[Measurement], read_rate: float) -> str:
+    """The measurements as aligned text; `read_rate` in bytes a second."""
+    head = ("operation", "case", "batch", "context", "kept", "ms", "MB", "GB/s", "of read rate")
+    rows = [
+        (
+            m.operation,
+            m.case,
+            str(m.batch),
+            str(m.context),
+            "" if m.kept is None else f"{m.kept:.0%}",
+            f"{m.seconds * 1e3:.4f}",
+            f"{m.bytes / 1e6:.2f}",
+            f"{m.bytes / m.seconds / 1e9:.0f}",
+            f"{m.bytes / m.seconds / read_rate:.1%}",
+        )
+        for m in measurements
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = []
+    for row in [head, *rows]:
+        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def write_csv(path: Path, measurements: Iterable[Measurement], read_rate: float, device_name: str) -> None:
+    """Writes one line per measurement, with the device and its read rate."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["device", "read_GB_s", "operation", "case", "batch", "context", "kept", "ms", "bytes"])
+        for m in measurements:
+            kept = "" if m.kept is None else f"{m.kept:.4f}"
+            case = [m.operation, m.case, m.batch, m.context, kept, f"{m.seconds * 1e3:.5f}", m.bytes]
+            writer.writerow([device_name, f"{read_rate / 1e9:.0f}", *case])

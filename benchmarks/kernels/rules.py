@@ -1,0 +1,97 @@
+"""What the benchmarks of the selection rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from .common import Batch, Measurement, Suite, time_in_turn
+
+SINK_TOKENS = 16
+WINDOW_TOKENS = 64
+
+SPREAD, HEAD_SPREAD = 2.2, 0.5
+"""Standard deviations of the random log masses, of a row and of its heads around it: gamma .95 keeps a third or so."""
+
+
+def measure_rule(
+    suite: Suite,
+    name: str,
+    case: str,
+    operation: Callable[..., None],
+    reference: Callable[..., None],
+    target: dict[str, float],
+    group: str,
+) -> Iterator[Measurement]:
+    """Measures a rule for every batch size and context. `target` is gamma or top_k with its value."""
+    ((target_name, value),) = target.items()
+    for size, context in suite.cases():
+        capacity = suite.capacity(context)
+        row_bytes = suite.group_size * capacity * 4
+        sets = suite.input_sets(size, context, size * suite.num_kv_heads * row_bytes)
+        rng = torch.Generator(suite.device).manual_seed(size)
+        shape = (size, suite.num_kv_heads, suite.group_size, capacity)
+        masses = [
+            SPREAD * torch.randn(size, suite.num_kv_heads, 1, capacity, generator=rng, device=suite.device)
+            + HEAD_SPREAD * torch.randn(shape, generator=rng, device=suite.device)
+            for _ in sets
+        ]
+        lists = [torch.zeros(*shape[:2], capacity, dtype=torch.int32, device=suite.device) for _ in sets]
+        counts = [torch.zeros(shape[:2], dtype=torch.int32, device=suite.device) for _ in sets]
+        scratch = torch.zeros(*shape[:2], capacity, device=suite.device)
+        targets = torch.full((size,), float(value), device=suite.device)
+
+        def arguments(
+            i: int, batch: Batch, block_lists: torch.Tensor, block_counts: torch.Tensor, masses=masses, targets=targets
+        ) -> dict:
+            return {
+                "log_mass": masses[i],
+                "seq_lens": batch.seq_lens,
+                target_name: targets,
+                "group": group,
+                "page_size": suite.page_size,
+                "block_size": suite.block_size,
+                "sink_tokens": SINK_TOKENS,
+                "window_tokens": WINDOW_TOKENS,
+                "min_context": 0,
+                "block_lists": block_lists,
+                "block_counts": block_counts,
+            }
+
+        calls = [
+            partial(operation, **arguments(i, batch, lists[i], counts[i]), scratch=scratch)
+            for i, batch in enumerate(sets)
+        ]
+        calls[0]()
+        for b in {0, size - 1}:
+            one = slice(b, b + 1)
+            expected_lists, expected_counts = torch.zeros_like(lists[0][one]), torch.zeros_like(counts[0][one])
+            inputs = arguments(0, sets[0].request(b), expected_lists, expected_counts)
+            inputs.update(log_mass=masses[0][one])
+            inputs[target_name] = targets[one]
+            reference(**inputs, scratch=scratch[one].clone())
+            _check_lists(
+                f"{name} {case} B={size} context={context}",
+                lists[0][b],
+                counts[0][b],
+                expected_lists[0],
+                expected_counts[0],
+            )
+        blocks = suite.num_kv_heads * int(((sets[0].seq_lens - 1) // suite.block_size + 1).sum())
+        kept = int(counts[0].sum()) / blocks
+        moved = size * suite.num_kv_heads * row_bytes + int(counts[0].sum()) * 4
+        yield Measurement(name, case, size, context, kept, time_in_turn(calls), moved)
+
+
+def _check_lists(
+    what: str, lists: torch.Tensor, counts: torch.Tensor, expected_lists: torch.Tensor, expected_counts: torch.Tensor
+) -> None:
+    """Raises RuntimeError unless the lists agree but for a block in a thousand, which rounding may move."""
+    for h, (count, expected) in enumerate(zip(counts.tolist(), expected_counts.tolist(), strict=True)):
+        chosen, wanted = (set(row[h, :n].tolist()) for row, n in ((lists, count), (expected_lists, expected)))
+        if len(chosen) != count or len(chosen ^ wanted) > 2 + expected // 1000:
+            raise RuntimeError(
+                f"{what}, head {h}: {len(chosen ^ wanted)} of {expected} blocks differ from the reference"
+            )

@@ -1,0 +1,137 @@
+"""One decode step without SGLang: update summaries, choose blocks, attend. The backend feeds it from SGLang's pools.
+
+Nothing here allocates, waits for the device or branches on data, so that a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from sparse_kernels import sparse_attention
+
+from sglang_sparse.buffers import DecodeBuffers
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.observe.counters import DecodeCounters
+from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.selection import make_estimator, make_rule
+from sglang_sparse.summaries import PageSummaries
+
+
+class DecodeStep:
+    """State and orchestration of decode steps for one model.
+
+    Args:
+        layers: attention layers of the model.
+        pages: physical pages of the KV pool, the padding page included.
+        max_requests: largest batch.
+        max_pages: pages of the longest request.
+    """
+
+    def __init__(
+        self,
+        options: SparseDecodeOptions,
+        geometry: Geometry,
+        *,
+        layers: int,
+        pages: int,
+        max_requests: int,
+        max_pages: int,
+        device: torch.device | str,
+    ) -> None:
+        self.options = options
+        self.geometry = geometry
+        self.estimator = make_estimator(options, geometry)
+        self.rule = make_rule(options, geometry)
+        dense = set(options.dense_layers) if self.rule.needs_mass else set(range(layers))
+        self.sparse_layers = [layer for layer in range(layers) if layer not in dense]
+        self.summaries = PageSummaries(self.estimator, self.sparse_layers, pages, device)
+        self.buffers = DecodeBuffers(
+            geometry,
+            max_requests=max_requests,
+            max_pages=max_pages,
+            threshold=self.rule.threshold(),
+            selects=bool(self.sparse_layers),
+            device=device,
+        )
+        self.counters = DecodeCounters(
+            geometry,
+            layers=layers,
+            sparse_layers=self.sparse_layers,
+            scan_bytes=self.estimator.scan_bytes(),
+            min_context=options.min_context,
+            device=device,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        *,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of one layer for the step that `buffers.load` announced.
+
+        Args:
+            q: `[B, Hq, D]`.
+            k_pool, v_pool: `[slots, Hkv, D]`; the new token of each request is already there.
+            out: `[B, Hq, D]`, written; zeros for padded rows.
+        """
+        batch = q.shape[0]
+        if layer in self.summaries:
+            self.summaries.update(layer, k_pool, self.buffers.closing_pages[:batch])
+        for start in range(0, batch, self.buffers.turn):
+            turn = slice(start, min(start + self.buffers.turn, batch))
+            self._attend_turn(layer, q[turn], k_pool, v_pool, turn, scale, out[turn])
+
+    def _attend_turn(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        turn: slice,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """`attend` for the requests of one turn, which share the selection buffers with those of the next."""
+        b, g = self.buffers, self.geometry
+        page_table, seq_lens = b.page_table[turn], b.seq_lens[turn]
+        block_lists = block_counts = None
+        if layer in self.summaries:
+            rows = slice(0, q.shape[0])
+            block_lists, block_counts = b.block_lists[rows], b.block_counts[rows]
+            self.estimator.block_mass(
+                q,
+                k_pool,
+                self.summaries[layer],
+                page_table,
+                seq_lens,
+                scale=scale,
+                min_context=self.options.min_context,
+                out=b.log_mass[rows],
+            )
+            self.rule.select(
+                b.log_mass[rows],
+                seq_lens,
+                thresholds=b.thresholds[turn],
+                block_lists=block_lists,
+                block_counts=block_counts,
+                scratch=b.scratch[rows],
+                kept_total=self.counters.kept_blocks[layer],
+            )
+        sparse_attention(
+            q,
+            k_pool,
+            v_pool,
+            page_table,
+            seq_lens,
+            block_lists,
+            block_counts,
+            scale=scale,
+            page_size=g.page_size,
+            block_size=g.block_size,
+            out=out,
+            workspace=b.attention,
+        )

@@ -1,0 +1,189 @@
+"""A decode step over a paged cache: growing requests, padded rows, turns, and replays of one captured CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_sparse import memory
+from sglang_sparse.decode_step import DecodeStep
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.options import SparseDecodeOptions
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+LAYERS, PAGES, MAX_PAGES = 2, 60, 12
+SCALE = 0.125
+
+OPTIONS = [
+    {"rule": "all"},
+    {"gamma": 0.9},
+    {"gamma": 0.9, "dense_layers": (1,)},
+    {"gamma": 0.9, "group": "every", "estimator": "mean"},
+    {"rule": "top-k", "top_k": 0.3, "estimator": "minmax"},
+    {"rule": "top-k", "top_k": 9, "estimator": "exact"},
+    {"gamma": 0.9, "estimator": "mean-variance"},
+    {"gamma": 0.9, "thumbnail_bits": 4, "min_context": 150},
+]
+
+
+def make_geometry(dtype: torch.dtype = DTYPE) -> Geometry:
+    return Geometry(kv_heads=2, group_size=3, head_dim=64, dtype=dtype, page_size=32, block_size=16)
+
+
+class Simulation:
+    """Requests in a paged pool whose keys and values are all known beforehand."""
+
+    def __init__(self, lengths: list[int], options: SparseDecodeOptions, device: str, dtype: torch.dtype = DTYPE) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.geometry = g = make_geometry(dtype)
+        self.lengths = lengths
+        slots = PAGES * g.page_size
+        # A few strong directions: attention is peaked, as it is in a trained model.
+        self.pools = [
+            (torch.randn(2, slots, g.kv_heads, g.head_dim, generator=generator) * 1.5).to(dtype).to(device)
+            for _ in range(LAYERS)
+        ]
+        pages = torch.randperm(PAGES - 1, generator=generator) + 1
+        table = torch.zeros(len(lengths) + 1, MAX_PAGES * g.page_size, dtype=torch.int64)
+        for row in range(len(lengths)):
+            own = pages[row * MAX_PAGES : (row + 1) * MAX_PAGES]
+            table[row + 1] = (own[:, None] * g.page_size + torch.arange(g.page_size)).flatten()
+        self.req_to_token = table.to(torch.int32).to(device)
+        self.device = device
+        self.step = DecodeStep(
+            options,
+            g,
+            layers=LAYERS,
+            pages=PAGES,
+            max_requests=len(lengths) + 1,
+            max_pages=MAX_PAGES,
+            device=device,
+        )
+        for row, length in enumerate(lengths):
+            closed = table[row + 1, : length // g.page_size * g.page_size : g.page_size] // g.page_size
+            for layer in range(LAYERS):
+                self.step.summaries.update(layer, self.pools[layer][0], closed.to(device))
+
+    def queries(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 + number)
+        shape = (LAYERS, len(self.lengths), self.geometry.query_heads, self.geometry.head_dim)
+        return (torch.randn(shape, generator=generator) * 1.5).to(self.geometry.dtype).to(self.device)
+
+    def load(self, rows: list[int]) -> None:
+        """Announces a step in which each row of `rows` has one token more; other rows are padding."""
+        for row in rows:
+            self.lengths[row] += 1
+        index = torch.tensor([row + 1 if row in rows else 0 for row in range(len(self.lengths))], device=self.device)
+        lengths = [length if row in rows else 0 for row, length in enumerate(self.lengths)]
+        self.step.buffers.load(self.req_to_token, index, torch.tensor(lengths, device=self.device))
+
+    def attend(self, q: torch.Tensor, out: torch.Tensor) -> None:
+        self.step.counters.count_step(self.step.buffers.seq_lens[: len(self.lengths)])
+        for layer in range(LAYERS):
+            k_pool, v_pool = self.pools[layer]
+            self.step.attend(layer, q[layer], k_pool, v_pool, scale=SCALE, out=out[layer])
+
+    def listed(self, layer: int, row: int, head: int) -> list[int]:
+        """Blocks that the last attention of the last layer read (all, in a layer without lists)."""
+        blocks = -(-self.lengths[row] // self.geometry.block_size)
+        if layer not in self.step.summaries:
+            return list(range(blocks))
+        count = int(self.step.buffers.block_counts[row, head])
+        return self.step.buffers.block_lists[row, head, :count].tolist()
+
+    def expected(self, layer: int, row: int, q: torch.Tensor) -> torch.Tensor:
+        """Attention over the listed blocks in float64."""
+        g, length = self.geometry, self.lengths[row]
+        slots = self.req_to_token[row + 1, :length].long()
+        out = torch.empty(g.query_heads, g.head_dim, dtype=torch.float64)
+        for head in range(g.query_heads):
+            kv_head = head // g.group_size
+            kept = torch.zeros(length, dtype=torch.bool)
+            for block in self.listed(layer, row, kv_head):
+                kept[block * g.block_size : (block + 1) * g.block_size] = True
+            k, v = (pool[slots, kv_head].double().cpu()[kept] for pool in self.pools[layer])
+            out[head] = torch.softmax(k @ q[layer, row, head].double().cpu() * SCALE, 0) @ v
+        return out
+
+
+def lengths() -> list[int]:
+    return [1, 31, 200, 290]
+
+
+@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+@pytest.mark.parametrize("turns", [False, True])
+def test_growing_requests_attend_to_their_lists(changes: dict, turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if turns:
+        monkeypatch.setattr(memory, "MAX_STEP_BYTES", 1)
+    options = SparseDecodeOptions(**{"min_context": 0, "sink_tokens": 4, "window_tokens": 16, **changes})
+    sim = Simulation(lengths(), options, DEVICE)
+    assert sim.step.buffers.turn == (1 if turns else len(lengths()) + 1)
+    last = LAYERS - 1
+    for number in range(40):
+        rows = [row for row in range(4) if (number + row) % 5]
+        sim.load(rows)
+        q = sim.queries(number)
+        out = torch.full_like(q, float("nan"))
+        sim.attend(q, out)
+        for row in range(4):
+            if row not in rows:
+                assert (out[:, row] == 0).all()
+            elif not turns:
+                # Selection buffers are shared by layers and turns: they show the last of them.
+                torch.testing.assert_close(
+                    out[last, row].double().cpu(), sim.expected(last, row, q), atol=2e-2 if DTYPE != torch.float32 else 1e-4, rtol=1e-2
+                )
+    for row, length in enumerate(sim.lengths):
+        pages = sim.req_to_token[row + 1, : length // 32 * 32 : 32].long() // 32
+        for layer in range(LAYERS):
+            assert sim.step.summaries.stale_pages(layer, sim.pools[layer][0], pages) == 0
+    reading = sim.step.counters.read()
+    assert reading.steps == 40
+    assert reading.kept_fraction is not None
+    assert (reading.kept_fraction == 1) == (options.rule == "all")
+
+
+def test_turns_give_what_one_turn_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    outs = []
+    for limit in (memory.MAX_STEP_BYTES, 1):
+        monkeypatch.setattr(memory, "MAX_STEP_BYTES", limit)
+        sim = Simulation(lengths(), SparseDecodeOptions(min_context=0, window_tokens=16, gamma=0.8), DEVICE)
+        sim.load([0, 1, 2, 3])
+        out = torch.empty_like(sim.queries(0))
+        sim.attend(sim.queries(0), out)
+        outs.append((out, sim.step.counters.kept_blocks.clone()))
+    torch.testing.assert_close(outs[0][0], outs[1][0])
+    assert torch.equal(outs[0][1], outs[1][1])
+    assert 0 < outs[0][1].sum() < LAYERS * 2 * (1 + 2 + 13 + 19)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+def test_a_captured_step_replays_with_other_requests(changes: dict) -> None:
+    """One graph, captured on padding alone, replayed while requests come, grow over page borders and go."""
+    options = SparseDecodeOptions(**{"min_context": 0, "sink_tokens": 4, "window_tokens": 16, **changes})
+    sim, eager = Simulation(lengths(), options, "cuda"), Simulation(lengths(), options, "cuda")
+    q = torch.zeros_like(sim.queries(0))
+    out = torch.zeros_like(q)
+    sim.load([])
+    sim.attend(q, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sim.attend(q, out)
+    for number in range(40):
+        rows = [row for row in range(4) if (number + row) % 5]
+        for simulation in (sim, eager):
+            simulation.load(rows)
+        q.copy_(sim.queries(number))
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = torch.full_like(q, float("nan"))
+        eager.attend(q, expected)
+        assert torch.equal(out, expected)
+        assert not out.isnan().any()
+    assert torch.equal(sim.step.counters._counts, eager.step.counters._counts)
+    for layer in range(LAYERS):
+        for kept, made in zip(sim.step.summaries[layer], eager.step.summaries[layer], strict=True) if layer in sim.step.summaries else ():
+            assert torch.equal(kept.view(torch.uint8), made.view(torch.uint8))
