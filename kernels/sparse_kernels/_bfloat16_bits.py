@@ -1,7 +1,7 @@
 """Bfloat16 as bit patterns, for kernels.
 
-Directed rounding has no Triton operation, and bfloat16 arithmetic in Triton's interpreter is wrong: kernels load and store bfloat16
-tensors as int16 and convert here.
+Directed rounding has no Triton operation, and bfloat16 arithmetic in Triton's interpreter is wrong: kernels load and
+store bfloat16 tensors as int16 and convert here.
 """
 
 import triton
@@ -30,6 +30,6 @@ def ceil_bits(x):
 
 @triton.jit
 def round_half_up(x):
-    """The fp32 `x` as bfloat16, ties away from zero, and the same as fp32. Integer arithmetic: the conversion instruction is slow."""
+    """The fp32 `x` as bfloat16, ties away from zero, and the same as fp32. The conversion instruction is slow."""
     bits = (x.to(tl.int32, bitcast=True) + 0x8000) & -65536
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), bits.to(tl.float32, bitcast=True)

@@ -24,7 +24,9 @@ def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
 def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
     """Raises ValueError unless the tensor has this shape; None stands for any size."""
     given = tuple(tensor.shape)
-    if len(given) != len(shape) or any(want is not None and have != want for have, want in zip(given, shape)):
+    if len(given) != len(shape) or any(
+        want is not None and have != want for have, want in zip(given, shape, strict=False)
+    ):
         wanted = ", ".join("*" if n is None else str(n) for n in shape)
         raise ValueError(f"{name} has shape {list(given)}; needed: [{wanted}]")
 
@@ -57,7 +59,7 @@ def check_sizes(page_size: int, block_size: int | None = None) -> None:
 
 
 def check_pool(name: str, pool: torch.Tensor, page_size: int) -> None:
-    """Raises ValueError unless `pool` is a KV pool `[P * page_size, Hkv, D]` of a supported dtype and head dimension."""
+    """Raises ValueError unless `pool` is `[P * page_size, Hkv, D]` of a supported dtype and head dimension."""
     check_shape(name, pool, None, None, None)
     check_dtype(name, pool, *KV_DTYPES)
     check_choice(f"head dimension of {name}", pool.shape[2], HEAD_DIMS)
@@ -85,7 +87,7 @@ def check_block_mass(
     group_size, rest = divmod(q.shape[1], kv_heads)
     if rest or not 1 <= group_size <= MAX_GROUP_SIZE:
         raise ValueError(
-            f"q has {q.shape[1]} heads for {kv_heads} KV heads; needed: 1 to {MAX_GROUP_SIZE} query heads for each KV head"
+            f"q has {q.shape[1]} heads for {kv_heads} KV heads; needed: 1 to {MAX_GROUP_SIZE} query heads for each"
         )
     check_rows("page_table", page_table, batch, ndim=2)
     check_dtype("page_table", page_table, torch.int32)

@@ -39,7 +39,8 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _multiprocessors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).multi_processor_count
+    device = torch.cuda.current_device() if index is None else index
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def planned_programs(tensor: torch.Tensor, per_multiprocessor: int) -> int:

@@ -57,7 +57,7 @@ def rows_to_score(
 
 
 def block_logsumexp(scores: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Log-sum-exp over blocks of the last dimension, the last block possibly partial: `[..., T]` to `[..., ceil(T / block_size)]`."""
+    """Log-sum-exp over blocks of the last dimension, the last one possibly partial: `[..., T]` to `[..., blocks]`."""
     missing = -scores.shape[-1] % block_size
     if missing:
         scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))

@@ -26,16 +26,13 @@ def token_tile(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def load_query(
-    q, batch_stride, head_stride, b, h, start, WIDTH, G: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SPREAD: tl.constexpr = False
+    q, batch_stride, head_stride, b, h, D: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Channels `start` to `start + WIDTH` of a row's queries: `[ROWS, GROUP]`, zeros beyond WIDTH and G."""
+    """A row's queries, `[ROWS, GROUP]`, zeros beyond D and G."""
     channels = tl.arange(0, ROWS)[:, None]
     heads = tl.arange(0, GROUP)[None, :]
-    pointers = q + b.to(tl.int64) * batch_stride + (h * G + heads) * head_stride + start + channels
-    if SPREAD:
-        # Spreads a small tile over all threads: vector loads would make several threads hold, and compute, the same elements.
-        pointers = tl.max_contiguous(pointers, [1, 1])
-    return tl.load(pointers, mask=(channels < WIDTH) & (heads < G), other=0.0)
+    pointers = q + b.to(tl.int64) * batch_stride + (h * G + heads) * head_stride + channels
+    return tl.load(pointers, mask=(channels < D) & (heads < G), other=0.0)
 
 
 @triton.jit
@@ -59,7 +56,8 @@ def log2(x):
 @triton.jit
 def block_log_mass(scores, BLOCK: tl.constexpr):
     """Log-sum-exp over blocks of tokens: scores in nats times log2(e), `[T, GROUP]`, to nats, `[T // BLOCK, GROUP]`."""
-    # One shift for the whole tile: a block more than 126 below it (log2) gets -inf, which is its share of the mass in fp32.
+    # One shift for the whole tile: a block more than 126 (log2) below its largest score gets -inf, whose share of the
+    # mass is 0, as it would be in fp32.
     highest = tl.max(scores, 0)[None, :]
     tiles = tl.reshape(exp2(scores - highest), (scores.shape[0] // BLOCK, BLOCK, scores.shape[1]))
     return (highest + log2(tl.sum(tiles, 1))) * LN_2

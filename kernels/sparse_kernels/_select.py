@@ -14,7 +14,7 @@ CHUNK = 4096
 
 @triton.jit
 def _head_statistics(log_mass, blocks_in_row, CHUNK: tl.constexpr):
-    """Largest log mass of a head, and the sum of `exp(log_mass - largest)`; the sum is not positive if shares do not exist."""
+    """Largest log mass of a head, and the sum of `exp(log_mass - largest)`, not positive if shares do not exist."""
     highest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     for start in range(0, blocks_in_row, CHUNK):
@@ -29,7 +29,7 @@ def _head_statistics(log_mass, blocks_in_row, CHUNK: tl.constexpr):
 
 @triton.jit
 def _first_guess(target, goal, blocks, BY_COUNT: tl.constexpr):
-    """A threshold that the search tests first. If every dropped share is below `(1 - gamma) / blocks`, gamma is reached."""
+    """The first threshold to test: with every share from `(1 - gamma) / blocks` on, gamma is reached."""
     rest = 1.0 / 16 if BY_COUNT else 1.0 - target
     return (rest / (2.0 * blocks.to(tl.float32))).to(tl.int32, bitcast=True)
 
@@ -118,7 +118,7 @@ def _select_chunked(
     BY_COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Marks the free blocks that a row keeps with KEPT_FLAG in `patterns`, the row's scratch. Returns 0 if shares do not exist."""
+    """Sets KEPT_FLAG in `patterns`, the row's scratch, for free blocks to keep. Returns 0 if shares do not exist."""
     valid = tl.full((), 1, tl.int32)
     HEADS: tl.constexpr = G if EVERY else 1
     GROUP: tl.constexpr = 1 if EVERY else G

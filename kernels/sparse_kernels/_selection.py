@@ -12,7 +12,7 @@ MASS_BITS = 40
 """Masses are summed as integers in units of `2**-MASS_BITS`: exact, so that neither order nor device changes a set."""
 
 COUNT_SHIFT = 44
-"""Kernels pack a count of blocks above this bit and their mass below it; `MASS_BITS` leaves room for a mass of up to 16."""
+"""Kernels pack a count of blocks from this bit on and their mass, which is at most 1 and rounding, below it."""
 
 MAX_BLOCKS = 2 ** (63 - COUNT_SHIFT) - 1
 
@@ -32,7 +32,7 @@ def check_rule(
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError unless the arguments of a rule are as its docstring says. `target` is gamma or top_k, `name` its name."""
+    """Raises ValueError unless a rule's arguments are as its docstring says; `target`, called `name`, is gamma or top_k."""
     check_sizes(page_size, block_size)
     check_choice("group", group, GROUPS)
     check_shape("log_mass", log_mass, None, None, None, None)
@@ -116,7 +116,7 @@ def select_reference(
         goal_of: from a request's target and number of blocks, what the weights must reach; None keeps all blocks.
         by_count: the weight of a block is 1 instead of its share of the mass.
     """
-    batch, kv_heads, group_size, _ = log_mass.shape
+    batch, _, group_size, _ = log_mass.shape
     device = log_mass.device
     targets = target[:batch].tolist()
     for b, length in enumerate(seq_lens[:batch].tolist()):

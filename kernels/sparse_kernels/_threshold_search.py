@@ -1,8 +1,9 @@
 """The smallest set of blocks whose weights reach a goal, without a sort: bisection over the bit patterns of the shares.
 
-Shares are non-negative fp32, so their int32 patterns have the same order: these are the keys, -1 for blocks that take no part (forced
-blocks and those beyond the row). A weight is the share in units of 2**-40, or 1 when blocks are counted, packed below a count of 1
-at bit 44: one integer sum gives the mass and the number of the blocks above a threshold, exactly and in any order.
+Shares are non-negative fp32, so their int32 patterns have the same order: these are the keys, -1 for blocks that take
+no part (forced blocks and those beyond the row). A weight is the share in units of 2**-40, or 1 when blocks are
+counted, packed below a count of 1 at bit 44: one integer sum gives the mass and the number of the blocks above a
+threshold, exactly and in any order.
 """
 
 import triton
@@ -76,8 +77,8 @@ def search(
         first, last: the free blocks are `[first, last)`.
 
     Returns:
-        `low`, `high`, `ties`, `surplus`: keep all keys at or above `high`, and of those in `[low, high)`, which are equal, the `ties`
-        with the lowest index; `surplus` tells whether there are more than `ties`.
+        `low`, `high`, `ties`, `surplus`: keep all keys at or above `high`, and of those in `[low, high)`, which are
+        equal, the `ties` with the lowest index; `surplus` tells whether there are more than `ties`.
     """
     low = tl.zeros((), tl.int32)
     high = highest + 1

@@ -1,7 +1,8 @@
 """Equal shares of a batch's pages for a fixed grid, found on the device.
 
-A unit is a tile of `TILE_PAGES` closed pages, or an open page, of one row. Units are ordered by request, then KV head, then position;
-program `i` of `n` takes units `[i * share, (i + 1) * share)` with `share = ceil(total / n)`. Rows shorter than `min_context` have none.
+A unit is a tile of `TILE_PAGES` closed pages, or an open page, of one row. Units are ordered by request, then KV head,
+then position; program `i` of `n` takes units `[i * share, (i + 1) * share)` with `share = ceil(total / n)`. Rows
+shorter than `min_context` have none.
 """
 
 import triton

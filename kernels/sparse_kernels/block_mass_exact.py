@@ -67,7 +67,7 @@ def _block_mass_exact_kernel(
         h = (unit - before) // row_pages
         first = (unit - before) % row_pages
         last = tl.minimum(row_pages, first + end - unit)
-        query = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, 0, D, G, ROWS, GROUP)
+        query = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP)
         pages = page_table + b.to(tl.int64) * page_table_stride
         out_row = out + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
         keys = k_pool + h * head_stride
@@ -139,6 +139,9 @@ def block_mass_exact(
 ) -> None:
     """Writes `log sum_t exp(q . k_t * scale)` over the tokens of each block.
 
+    Here and in the other block-mass operations, a block whose mass is more than `exp(87)` times below that of a token of
+    the same page may get -inf.
+
     Args:
         q: `[B, Hkv * G, D]`, pool dtype, G from 1 to 16.
         k_pool: `[P * page_size, Hkv, D]` fp16, bf16 or fp32; the token of this step included.
@@ -148,7 +151,8 @@ def block_mass_exact(
         page_size: tokens in a page.
         block_size: tokens in a block; divides `page_size`.
         min_context: rows with fewer tokens are skipped.
-        out: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of rows that are not skipped are written.
+        out: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of rows that are not skipped are
+            written.
         impl: `auto`, `triton` or `torch`.
 
     Raises:

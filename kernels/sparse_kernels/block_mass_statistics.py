@@ -101,7 +101,7 @@ def _block_mass_statistics_kernel(
         last = tl.minimum(units, first + end - unit)
         closed = length // PAGE * BLOCKS
         closed_tiles = tl.cdiv(closed, TILE_BLOCKS)
-        query = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, 0, D, G, ROWS, GROUP)
+        query = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP)
         pages = page_table + b.to(tl.int64) * page_table_stride
         out_row = out + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
         for tile in tl.range(first, tl.minimum(last, closed_tiles), num_stages=STAGES):
@@ -113,7 +113,9 @@ def _block_mass_statistics_kernel(
             if KIND == "minmax":
                 highest = _load_statistic(rows, 1, present, D, ROWS)
                 scores = tl.dot(center, tl.where(query < 0, query, 0.0).to(query.dtype), input_precision="ieee")
-                scores = tl.dot(highest, tl.where(query > 0, query, 0.0).to(query.dtype), scores, input_precision="ieee")
+                scores = tl.dot(
+                    highest, tl.where(query > 0, query, 0.0).to(query.dtype), scores, input_precision="ieee"
+                )
             else:
                 scores = tl.dot(center, query, input_precision="ieee")
             mass = scores * scale + log_block
@@ -213,7 +215,8 @@ def block_mass_statistics(
     With `n = block_size`, and sums over channels `d`:
 
     - `mean`: `log n + scale * q . mean`, a lower bound (Jensen);
-    - `mean-variance`: adds `scale**2 / 2 * sum q_d**2 * variance_d`, the mass of normally distributed keys (MOIRA's `mvar`);
+    - `mean-variance`: adds `scale**2 / 2 * sum q_d**2 * variance_d`, the mass of normally distributed keys (MOIRA's
+      `mvar`);
     - `minmax`: `log n + scale * sum max(q_d * min_d, q_d * max_d)`, an upper bound (Quest).
 
     Args:
@@ -227,7 +230,8 @@ def block_mass_statistics(
         page_size: tokens in a page.
         block_size: tokens in a block; divides `page_size`.
         min_context: rows with fewer tokens are skipped.
-        out: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of rows that are not skipped are written.
+        out: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of rows that are not skipped are
+            written.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -237,7 +241,13 @@ def block_mass_statistics(
     check_block_mass(q, k_pool, page_table, seq_lens, page_size, block_size, out)
     slots, kv_heads, head_dim = k_pool.shape
     check_shape(
-        "statistics", statistics, slots // page_size, kv_heads, page_size // block_size, STATISTICS_OF_KIND[kind], head_dim
+        "statistics",
+        statistics,
+        slots // page_size,
+        kv_heads,
+        page_size // block_size,
+        STATISTICS_OF_KIND[kind],
+        head_dim,
     )
     check_dtype("statistics", statistics, k_pool.dtype)
     check_contiguous("statistics", statistics)

@@ -12,7 +12,6 @@ from ._dispatch import INTERPRETED, planned_programs, use_triton
 from ._reference import block_logsumexp, rows_to_score, write_open_page
 from .thumbnail import BITS, check_thumbnails, unpack_codes
 
-
 _WARPS_PER_MULTIPROCESSOR = 16
 _REGISTERS = 128
 """Registers of a thread that let this many warps run on a multiprocessor."""
@@ -56,7 +55,7 @@ def _load_bounds(low_step, summary, channels, real, D: tl.constexpr):
 
 @triton.jit
 def _split_subs(folded, SUBS: tl.constexpr):
-    """The sub-ranges of `folded [SUBS * ROWS, GROUP]`, four tiles `[ROWS, GROUP]`; two of them repeat the others if SUBS is 2."""
+    """The sub-ranges of `folded [SUBS * ROWS, GROUP]`: four tiles `[ROWS, GROUP]`, two repeated if SUBS is 2."""
     ROWS: tl.constexpr = folded.shape[0] // SUBS
     GROUP: tl.constexpr = folded.shape[1]
     if SUBS == 2:
@@ -73,8 +72,9 @@ def _split_subs(folded, SUBS: tl.constexpr):
 def _unpack_asm(bits: int, sub: int) -> str:
     """PTX that turns four packed bytes into the bfloat16 of `128 + factor * code` of sub-range `sub`; see `_levels`.
 
-    $2 holds the bytes, $3 those of the high plane of three bits, its bits at even positions. A mask leaves each code in its byte; byte
-    permutes put 0x43 above it. Each of the four stays in its place: which elements share a register is the compiler's choice.
+    $2 holds the bytes, $3 those of the high plane of three bits, its bits at even positions. A mask leaves each code in
+    its byte; byte permutes put 0x43 above it. Each of the four stays in its place: which elements share a register is
+    the compiler's choice.
     """
     if bits == 4:
         mask, shift = (0x0F, 0) if sub == 0 else (0x78, 1)
@@ -93,7 +93,8 @@ def _unpack_asm(bits: int, sub: int) -> str:
 def _high_plane(high, columns, BYTES: tl.constexpr, HALF: tl.constexpr):
     """Moves the high bits of a tile's columns to even positions: bit s of sub-range s to position 2 * s.
 
-    Bit s of byte i belongs to channel `i + s * D / 8`: even s to the lower half of sub-range `s // 2`, odd ones to the upper half.
+    Bit s of byte i belongs to channel `i + s * D / 8`: even s to the lower half of sub-range `s // 2`, odd ones to the
+    upper half.
     """
     if HALF:
         upper = tl.where(columns >= BYTES // 2, 255, 0).to(tl.uint8) + tl.zeros_like(high)
@@ -108,8 +109,9 @@ def _high_plane(high, columns, BYTES: tl.constexpr, HALF: tl.constexpr):
 def _levels(codes, high, S: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
     """Sub-range S of the codes of packed bytes: `FACTOR * code`, fp32, or `128 + FACTOR * code` as bfloat16 when HALF.
 
-    Masking a field where it lies multiplies its code by a power of two, the factor. `0x4300 | x` is the bfloat16 of `128 + x` for
-    `x < 128`: no conversion instruction, which would cost more than the load. Fields above bit 6 are shifted down first.
+    Masking a field where it lies multiplies its code by a power of two, the factor. `0x4300 | x` is the bfloat16 of
+    `128 + x` for `x < 128`: no conversion instruction, which would cost more than the load. Fields above bit 6 are
+    shifted down first.
     """
     if HALF:
         ASM: tl.constexpr = _unpack_asm(BITS, S)
@@ -186,7 +188,8 @@ def _block_mass_thumbnail_kernel(
         out_row = out + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
         heads = tl.arange(0, GROUP)[None, :]
         query = q + b.to(tl.int64) * q_batch_stride + (h * G + heads) * q_head_stride + channels
-        # Spreads the tile over all threads: vector loads would make several threads hold, and compute, the same elements.
+        # Spreads the tile over all threads: vector loads would make several threads hold, and compute, the same
+        # elements.
         query = tl.max_contiguous(query, [1, 1])
         query = tl.load(query, mask=real & (heads < G), other=0.0).to(tl.float32) * scale_log2
         folding_query = query * inverse_factor
@@ -194,12 +197,12 @@ def _block_mass_thumbnail_kernel(
         summary = tl.load(pages + first).to(tl.int64) * kv_heads + h
         low, step = _load_bounds(low_step, summary, channels, real & (first < stop), D)
         for page in tl.range(first, stop, num_stages=STAGES):
-            bytes = tl.load(pages + page).to(tl.int64) * kv_heads + h
-            bytes = codes + (bytes * PAGE + tokens) * (D * BITS // 8)
-            packed = tl.load(bytes + columns, mask=columns < BYTES, other=0)
+            packed_rows = tl.load(pages + page).to(tl.int64) * kv_heads + h
+            packed_rows = codes + (packed_rows * PAGE + tokens) * (D * BITS // 8)
+            packed = tl.load(packed_rows + columns, mask=columns < BYTES, other=0)
             high = packed
             if BITS == 3:
-                high = tl.load(bytes + BYTES + columns % (BYTES // 2), mask=columns < BYTES, other=0)
+                high = tl.load(packed_rows + BYTES + columns % (BYTES // 2), mask=columns < BYTES, other=0)
                 high = _high_plane(high, columns, BYTES, HALF)
             # The bounds of the next page, in flight while this one is scored.
             summary = tl.load(pages + tl.minimum(page + 1, stop - 1)).to(tl.int64) * kv_heads + h
@@ -207,7 +210,7 @@ def _block_mass_thumbnail_kernel(
             bias = query * bfloat16_bits.to_float(low)
             folded = folding_query * bfloat16_bits.to_float(step)
             if HALF:
-                # Codes go into the product as 128 + code (see `_levels`); the rounded query is what must be taken off again.
+                # Codes go into the product as 128 + code (see `_levels`): 128 times the rounded query is too much.
                 folded, rounded = bfloat16_bits.round_half_up(folded)
                 bias -= 128.0 * rounded
             f0, f1, f2, f3 = _split_subs(folded, SUBS)
@@ -218,11 +221,13 @@ def _block_mass_thumbnail_kernel(
                 scores = tl.dot(_levels(packed, high, 2, BITS, HALF), f2, scores, input_precision="ieee")
                 scores = tl.dot(_levels(packed, high, 3, BITS, HALF), f3, scores, input_precision="ieee")
             mass = score_tile.block_log_mass(scores, BLOCK)
-            score_tile.store_blocks(out_row, out_group_stride, mass, page * (PAGE // BLOCK), closed * (PAGE // BLOCK), G)
+            score_tile.store_blocks(
+                out_row, out_group_stride, mass, page * (PAGE // BLOCK), closed * (PAGE // BLOCK), G
+            )
             low, step = next_low, next_step
         if last > closed:
             score_tile.write_open_page(
-                score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, 0, D, G, ROWS, GROUP),
+                score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP),
                 k_pool + h * head_stride,
                 slot_stride,
                 pages,
@@ -258,8 +263,8 @@ def _block_mass_thumbnail_triton(
     head_dim = q.shape[2]
     group = score_tile.padded_group(group_size)
     half = q.dtype != torch.float32 and not INTERPRETED
-    # A warp holds a page of 64 tokens and 128 channels for four heads. More warps share a program only for larger tiles: they would
-    # have to meet at barriers for every page.
+    # A warp holds a page of 64 tokens and 128 channels for four heads. More warps share a program only for larger
+    # tiles: they would have to meet at barriers for every page.
     warps = min(8, max(1, page_size * triton.next_power_of_2(head_dim) * group // (8192 * 4)) * (1 if half else 4))
     programs = planned_programs(q, max(2, _WARPS_PER_MULTIPROCESSOR // warps))
     _block_mass_thumbnail_kernel[(programs,)](
@@ -315,10 +320,10 @@ def block_mass_thumbnail(
     out: torch.Tensor,
     impl: str = "auto",
 ) -> None:
-    """Writes the log mass of the closed pages' blocks from their thumbnails, and the exact one of the open page's blocks.
+    """Writes the log mass of closed pages' blocks from their thumbnails, and the exact one of the open page's blocks.
 
-    `log sum_t exp(scale * (q . low + (q * step) . code_t))` over the tokens of each block. The step is folded into the query once
-    for each page, so that codes go into the product as they are.
+    `log sum_t exp(scale * (q . low + (q * step) . code_t))` over the tokens of each block. The step is folded into the
+    query once for each page, so that codes go into the product as they are.
 
     Args:
         q: `[B, Hkv * G, D]`, pool dtype, G from 1 to 16.
@@ -332,7 +337,8 @@ def block_mass_thumbnail(
         page_size: tokens in a page.
         block_size: tokens in a block; divides `page_size`.
         min_context: rows with fewer tokens are skipped.
-        out: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of rows that are not skipped are written.
+        out: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of rows that are not skipped are
+            written.
         impl: `auto`, `triton` or `torch`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Summaries of closed pages: mean, mean and variance, or minimum and maximum of each block's keys, channel by channel."""
+"""Summaries of closed pages: mean, mean and variance, or minimum and maximum of each block's keys, by channel."""
 
 import torch
 import triton

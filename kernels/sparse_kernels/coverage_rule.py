@@ -97,14 +97,14 @@ def coverage_rule(
     kept_total: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
-    """Writes the block list of every row: forced blocks, and the fewest others that bring the estimated coverage to gamma.
+    """Writes the block list of every row: forced blocks, and the fewest others that bring its coverage to gamma.
 
-    A head's share of block j is `exp(log_mass[g, j] - logsumexp_j log_mass[g, :])`. Group `average` adds blocks by falling mean
-    share of the group (ties: lower index) until the sum, forced blocks included, is at least gamma. Group `every` does so for
-    each query head alone and keeps the union. Shares are summed as integers in units of 2**-40.
+    A head's share of block j is `exp(log_mass[g, j] - logsumexp_j log_mass[g, :])`. Group `average` adds blocks by
+    falling mean share of the group (ties: lower index) until the sum, forced blocks included, is at least gamma. Group
+    `every` does so for each query head alone and keeps the union. Shares are summed as integers in units of 2**-40.
 
-    All blocks are kept where `seq_len < min_context`, where `gamma >= 1` (or is NaN), where rounding keeps the sum of all blocks
-    below gamma, and where `log_mass` holds NaN or +inf. A row that is not empty keeps at least one block.
+    All blocks are kept where `seq_len < min_context`, where `gamma >= 1` (or is NaN), where rounding keeps the sum of
+    all blocks below gamma, and where `log_mass` holds NaN or +inf. A row that is not empty keeps at least one block.
 
     Args:
         log_mass: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of a row are read.
@@ -114,7 +114,8 @@ def coverage_rule(
         page_size: tokens in a page.
         block_size: tokens in a block; divides `page_size`.
         sink_tokens: blocks with a token below this one are forced.
-        window_tokens: blocks with one of the last `window_tokens` tokens are forced. Blocks of the open page always are.
+        window_tokens: blocks with one of the last `window_tokens` tokens are forced. Blocks of the open page always
+            are.
         min_context: rows with fewer tokens keep all blocks; their `log_mass` is not read.
         block_lists: `[B, Hkv, N]` int32, output: ascending block indices.
         block_counts: `[B, Hkv]` int32, output: lengths of the lists.

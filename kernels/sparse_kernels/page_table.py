@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_choice, check_dtype, check_inner_contiguous, check_rows, check_shape, PAGE_SIZES
+from ._checks import PAGE_SIZES, check_choice, check_dtype, check_inner_contiguous, check_rows, check_shape
 from ._dispatch import use_triton
 
 
@@ -108,7 +108,8 @@ def snapshot_page_table(
 ) -> None:
     """Writes the page table, the lengths and the pages that close in this step.
 
-    `page_table[b, i] = req_to_token[req_pool_indices[b], i * page_size] // page_size` for `i < ceil(seq_lens[b] / page_size)`.
+    `page_table[b, i] = req_to_token[req_pool_indices[b], i * page_size] // page_size` for the pages of row b, which are
+    `ceil(seq_lens[b] / page_size)`.
 
     Args:
         req_to_token: `[R, ctx]` int32, token slots of each request.

@@ -1,7 +1,7 @@
 """Thumbnails: low-bit asymmetric codes of the keys of closed pages.
 
-A key channel is approximated by `low + code * step`, with `low` and `step` of its page and KV head. Asymmetric codes keep
-keys with large constant biases apart, where symmetric ones (as in FFD) spend their levels on the bias.
+A key channel is approximated by `low + code * step`, with `low` and `step` of its page and KV head. Asymmetric codes
+keep keys with large constant biases apart, where symmetric ones (as in FFD) spend their levels on the bias.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import _bfloat16_bits as bfloat16_bits
-from ._checks import check_choice, check_contiguous, check_dtype, check_pool, check_rows, check_shape, PAGE_SIZES
+from ._checks import PAGE_SIZES, check_choice, check_contiguous, check_dtype, check_pool, check_rows, check_shape
 from ._dispatch import use_triton
 
 BITS = (2, 3, 4)
@@ -30,12 +30,14 @@ def _ceil_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quantise(keys: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes `[n, page_size, Hkv, D]` uint8, low and step `[n, Hkv, D]` bfloat16 of fp32 keys `[n, page_size, Hkv, D]`."""
+    """Codes `[n, page_size, Hkv, D]` uint8, low and step `[n, Hkv, D]` bfloat16 of fp32 keys `[n, page_size, Hkv,
+    D]`."""
     levels = 2**bits - 1
     high = keys.amax(1)
     low = _floor_to_bfloat16(keys.amin(1))
     low32 = low.float()
-    step = _ceil_to_bfloat16((high - low32) / levels)
+    # Not divided by the number itself: on CUDA torch would multiply by its rounded reciprocal.
+    step = _ceil_to_bfloat16((high - low32) / torch.full_like(high, levels))
     # The subtraction and the division round: where the bound still fails, one bfloat16 further up.
     short = (low32 + levels * step.float() < high).to(torch.int16)
     step = (step.view(torch.int16) + short).view(torch.bfloat16)
@@ -63,8 +65,8 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_codes(codes: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
     """Unpacks thumbnail codes.
 
-    With `w` bits a plane, byte `i` of a plane holds channels `i + s * D * w / 8`, at bits `s * w` and up, for `s < 8 / w`. Two and
-    four bits are one plane; three bits are a plane of the low two bits followed by a plane of the high bit.
+    With `w` bits a plane, byte `i` of a plane holds channels `i + s * D * w / 8`, at bits `s * w` and up, for `s < 8 /
+    w`. Two and four bits are one plane; three bits are a plane of the low two bits followed by a plane of the high bit.
 
     Args:
         codes: `[..., D * bits // 8]` uint8.
@@ -209,9 +211,10 @@ def thumbnail(
 ) -> None:
     """Writes the thumbnails of the given physical pages; all their tokens must be in the pool.
 
-    For each page, KV head and channel: `low` is the minimum rounded down to bfloat16, `step` the smallest bfloat16 found with
-    `low + (2**bits - 1) * step >= maximum`, and `code = clamp(floor((k - low) / step + 0.5), 0, 2**bits - 1)`; a constant channel
-    that bfloat16 represents has step 0 and codes 0. Hence `low <= k <= low + (2**bits - 1) * step` in fp32 for every finite key.
+    For each page, KV head and channel: `low` is the minimum rounded down to bfloat16, `step` the smallest bfloat16
+    found with `low + (2**bits - 1) * step >= maximum`, and `code = clamp(floor((k - low) / step + 0.5), 0, 2**bits -
+    1)`; a constant channel that bfloat16 represents has step 0 and codes 0. Hence `low <= k <= low + (2**bits - 1) *
+    step` in fp32 for every finite key.
 
     Args:
         k_pool: `[P * page_size, Hkv, D]` fp16, bf16 or fp32.
@@ -235,7 +238,9 @@ def thumbnail(
     run(k_pool, pages, bits=bits, page_size=page_size, codes=codes, low_step=low_step)
 
 
-def check_thumbnails(codes: torch.Tensor, low_step: torch.Tensor, k_pool: torch.Tensor, bits: int, page_size: int) -> None:
+def check_thumbnails(
+    codes: torch.Tensor, low_step: torch.Tensor, k_pool: torch.Tensor, bits: int, page_size: int
+) -> None:
     """Raises ValueError unless `codes` and `low_step` are thumbnails of this pool."""
     slots, kv_heads, head_dim = k_pool.shape
     check_shape("codes", codes, slots // page_size, kv_heads, page_size, head_dim * bits // 8)

@@ -105,13 +105,13 @@ def top_k_rule(
 ) -> None:
     """Writes the block list of every row: forced blocks, then the blocks of the largest estimated mass, up to k blocks.
 
-    `k = ceil(top_k)` for `top_k >= 1`, else `ceil(top_k * blocks of the row)` (product rounded to fp32), at least 1. Forced
-    blocks count towards k and are kept even where they exceed it. Group `average` ranks by the group's mean share of the mass
-    (ties: lower index); group `every` takes k blocks for each query head and keeps the union. Shares are those of
-    `coverage_rule`, which also states the remaining arguments.
+    `k = ceil(top_k)` for `top_k >= 1`, else `ceil(top_k * blocks of the row)` (product rounded to fp32), at least 1.
+    Forced blocks count towards k and are kept even where they exceed it. Group `average` ranks by the group's mean
+    share of the mass (ties: lower index); group `every` takes k blocks for each query head and keeps the union. Shares
+    are those of `coverage_rule`, which also states the remaining arguments.
 
-    All blocks are kept where `seq_len < min_context`, where k reaches the number of blocks (or `top_k` is NaN), and where
-    `log_mass` holds NaN or +inf.
+    All blocks are kept where `seq_len < min_context`, where k reaches the number of blocks (or `top_k` is NaN), and
+    where `log_mass` holds NaN or +inf.
 
     Args:
         top_k: `[>=B]` fp32: at least 1 a number of blocks, below 1 a share of the row's blocks.

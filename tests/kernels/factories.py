@@ -1,7 +1,7 @@
 """Random ragged paged pools for kernel tests. Whatever an operation must not read is poisoned.
 
-Poison: NaN in page 0, in unused pages and in the open pages' tokens beyond the sequence; ids far outside the pool in unused
-page-table entries; NaN in the queries of empty rows.
+Poison: NaN in page 0, in unused pages and in the open pages' tokens beyond the sequence; ids far outside the pool in
+unused page-table entries; NaN in the queries of empty rows.
 """
 
 from dataclasses import dataclass

@@ -22,7 +22,9 @@ over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 over_impls = pytest.mark.parametrize("impl", IMPLS)
 
 
-def ragged_case(page_size: int, block_size: int, head_dim: int, group_size: int, dtype: torch.dtype, **kwargs) -> PagedCase:
+def ragged_case(
+    page_size: int, block_size: int, head_dim: int, group_size: int, dtype: torch.dtype, **kwargs
+) -> PagedCase:
     """Every interesting length, a padded row, and a prefix shared between requests; on a GPU some long rows as well."""
     lengths = [1, page_size - 1, page_size, 0, page_size + 1, 2 * page_size + block_size // 2]
     if DEVICE == "cuda":

@@ -1,4 +1,5 @@
-"""Brute-force float64 answers, independent of the package: loops over rows, heads and blocks, straight from the definitions."""
+"""Brute-force float64 answers, independent of the package: loops over rows, heads and blocks, straight from the
+definitions."""
 
 import math
 
@@ -26,7 +27,8 @@ def token_mass(case: PagedCase, b: int, keys: torch.Tensor, first_token: int) ->
 
 
 def expected_mass(case: PagedCase, estimate, min_context: int) -> torch.Tensor:
-    """What a block-mass operation leaves in a poisoned output: estimates for closed pages, exact masses for open ones, else NaN.
+    """What a block-mass operation leaves in a poisoned output: estimates for closed pages, exact masses for open ones,
+    else NaN.
 
     Args:
         estimate: from a request's index to the log mass of its closed pages' blocks, `[Hkv, G, blocks]`.
@@ -77,7 +79,8 @@ def code_at(codes: torch.Tensor, bits: int, head_dim: int, channel: int) -> torc
 
 
 def dequantised(codes: torch.Tensor, low_step: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
-    """Keys that thumbnails stand for, `[..., page_size, D]` float64, from `[..., page_size, bytes]` and `[..., 2, D]`."""
+    """Keys that thumbnails stand for, `[..., page_size, D]` float64, from `[..., page_size, bytes]` and `[..., 2,
+    D]`."""
     levels = torch.stack([code_at(codes, bits, head_dim, c) for c in range(head_dim)], -1).double()
     low, step = low_step.double().unbind(-2)
     return low[..., None, :] + levels * step[..., None, :]

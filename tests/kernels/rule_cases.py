@@ -67,8 +67,8 @@ class RuleCase:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return (
             self.log_mass,
-            torch.tensor(self.lengths + [77], dtype=torch.int32, device=DEVICE),
-            torch.tensor(self.targets + [0.3], dtype=torch.float32, device=DEVICE),
+            torch.tensor([*self.lengths, 77], dtype=torch.int32, device=DEVICE),
+            torch.tensor([*self.targets, 0.3], dtype=torch.float32, device=DEVICE),
         )
 
 
@@ -89,11 +89,16 @@ def make_rule_case(
     capacity: int = CAPACITY,
     kv_heads: int = 2,
 ) -> RuleCase:
-    """Normal log masses of standard deviation `spread`; with `levels`, rounded to that many values and equal over a group (ties)."""
+    """Normal log masses of standard deviation `spread`; with `levels`, rounded to that many values and equal over a
+    group (ties)."""
     rng = torch.Generator().manual_seed(seed)
     log_mass = torch.randn(len(lengths), kv_heads, group_size, capacity, generator=rng) * spread
     if levels:
-        log_mass = (torch.rand(len(lengths), kv_heads, 1, capacity, generator=rng) * levels).floor().repeat(1, 1, group_size, 1)
+        log_mass = (
+            (torch.rand(len(lengths), kv_heads, 1, capacity, generator=rng) * levels)
+            .floor()
+            .repeat(1, 1, group_size, 1)
+        )
     for b, length in enumerate(lengths):
         log_mass[b, :, :, -(-length // block_size) :] = float("nan")
         if length < min_context:
@@ -128,7 +133,9 @@ def rule_cases(targets: st.SearchStrategy[float]) -> st.SearchStrategy[RuleCase]
     return build()
 
 
-def run_rule(rule, name: str, case: RuleCase, path: str, kept_total: torch.Tensor | None = None) -> list[list[list[int]]]:
+def run_rule(
+    rule, name: str, case: RuleCase, path: str, kept_total: torch.Tensor | None = None
+) -> list[list[list[int]]]:
     """Runs a rule and returns its lists by request and head, after the checks that hold for every rule."""
     log_mass, seq_lens, targets = case.tensors()
     batch, kv_heads, _, capacity = log_mass.shape

@@ -63,9 +63,7 @@ def test_equal_keys_in_a_block_make_every_kind_exact(impl, kind):
     first = case.slots(0).view(-1, case.block_size)
     case.k_pool[first] = case.k_pool[first[:, :1]]
     out = estimate(case, summarise(case, kind), kind, impl)
-    torch.testing.assert_close(
-        out[0, :, :, : case.blocks(0)], exact_mass(case, 0).float(), atol=2e-3, rtol=1e-4
-    )
+    torch.testing.assert_close(out[0, :, :, : case.blocks(0)], exact_mass(case, 0).float(), atol=2e-3, rtol=1e-4)
 
 
 @over_impls

@@ -44,8 +44,8 @@ def test_estimates(impl, bits, page_size, block_size, head_dim, group_size, dtyp
     case = ragged_case(page_size, block_size, head_dim, group_size, dtype)
     thumbnails = summarise(case, bits)
     out = estimate(case, thumbnails, bits, impl)
-    # Natively the query with the step folded in is rounded to bfloat16.
-    torch.testing.assert_close(out, brute_force(case, thumbnails, bits), **tolerance(dtype, 2e-2))
+    # Natively the query with the step folded in is rounded to bfloat16: 2**-9 of each product with a code of up to 15.
+    torch.testing.assert_close(out, brute_force(case, thumbnails, bits), **tolerance(dtype, 6e-2))
 
 
 @over_impls
@@ -54,7 +54,7 @@ def test_rows_below_min_context_stay_untouched(impl, bits):
     case = ragged_case(16, 8, 64, 2, torch.float16)
     thumbnails = summarise(case, bits)
     out = estimate(case, thumbnails, bits, impl, min_context=17)
-    torch.testing.assert_close(out, brute_force(case, thumbnails, bits, 17), **tolerance(torch.float16, 2e-2))
+    torch.testing.assert_close(out, brute_force(case, thumbnails, bits, 17), **tolerance(torch.float16, 6e-2))
 
 
 @over_impls
@@ -99,5 +99,3 @@ def test_refuses_codes_of_other_bits():
             min_context=0,
             out=torch.zeros(1, 1, 2, 8),
         )
-
-

@@ -41,9 +41,7 @@ def test_statistics(impl, kind, page_size, block_size, head_dim, dtype, device):
     expected = out.clone()
     brute_force(case.k_pool, pages, kind, page_size, block_size, expected)
     listed = torch.tensor([pages[0], -1, *pages[1:], -1], device=device)
-    block_statistics(
-        case.k_pool, listed, kind=kind, page_size=page_size, block_size=block_size, out=out, impl=impl
-    )
+    block_statistics(case.k_pool, listed, kind=kind, page_size=page_size, block_size=block_size, out=out, impl=impl)
     if kind == "minmax":
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
     else:

@@ -155,9 +155,7 @@ def test_kept_total_grows_by_the_counts(path):
     case = make_rule_case([320, 0, 133], [0.9] * 3)
     total = torch.tensor([100, 2**40], device=DEVICE)
     lists = run_rule(coverage_rule, "gamma", case, path, kept_total=total)
-    assert total.tolist() == [
-        base + sum(len(rows[h]) for rows in lists) for h, base in enumerate([100, 2**40])
-    ]
+    assert total.tolist() == [base + sum(len(rows[h]) for rows in lists) for h, base in enumerate([100, 2**40])]
 
 
 @pytest.mark.parametrize("path", ["triton", "chunked"])
@@ -178,7 +176,8 @@ def test_kernel_equals_reference(path, group, group_size):
 @pytest.mark.parametrize("path", ["torch", "triton", "chunked"] if DEVICE == "cuda" else ["torch", "triton"])
 @pytest.mark.parametrize("spread", [0.5, 4.0])
 def test_sums_over_long_rows_are_exact_to_1e_6(path, spread):
-    """The true coverage of the chosen set is at least gamma, and without its smallest block below it, both within 1e-6."""
+    """The true coverage of the chosen set is at least gamma, and without its smallest block below it, both within
+    1e-6."""
     capacity, gamma = (65536 if DEVICE == "cuda" else 4096), 0.9
     case = make_rule_case([capacity * 8], [gamma], spread=spread, capacity=capacity, group_size=2, kv_heads=1)
     kept = mask_of(run_long(case, path), capacity)

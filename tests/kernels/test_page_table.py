@@ -34,14 +34,14 @@ def test_snapshot(impl, page_size, int_dtype, device):
     snapshot_page_table(
         req_to_token.to(device),
         torch.tensor(rows, dtype=int_dtype, device=device),
-        torch.tensor(lengths + [99], dtype=int_dtype, device=device),
+        torch.tensor([*lengths, 99], dtype=int_dtype, device=device),
         page_size=page_size,
         page_table=outputs[0],
         seq_lens_out=outputs[1],
         closing_pages=outputs[2],
         impl=impl,
     )
-    for got, want in zip(outputs, expected):
+    for got, want in zip(outputs, expected, strict=True):
         assert torch.equal(got.cpu(), want)
 
 

@@ -11,7 +11,8 @@ SHAPES = [(16, 64), (32, 96), (64, 128), (128, 256)]
 
 
 def make_keys(page_size: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pages of one kind of key each, `[8 * page_size, 2, head_dim]`; the finest and coarsest magnitudes that the dtype allows."""
+    """Pages of one kind of key each, `[8 * page_size, 2, head_dim]`; the finest and coarsest magnitudes that the dtype
+    allows."""
     rng = torch.Generator().manual_seed(page_size + head_dim)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -39,7 +40,9 @@ def make_thumbnails(keys: torch.Tensor, pages: torch.Tensor, bits: int, page_siz
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("bits", "page_size", "head_dim"), [(bits, *shape) for bits, shape in zip([2, 3, 4, 2], SHAPES)])
+@pytest.mark.parametrize(
+    ("bits", "page_size", "head_dim"), [(bits, *shape) for bits, shape in zip([2, 3, 4, 2], SHAPES, strict=True)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bounds_and_round_trip(impl, bits, page_size, head_dim, dtype, device):
     keys = make_keys(page_size, head_dim, dtype).to(device)
@@ -78,14 +81,17 @@ def test_other_pages_stay_untouched(impl, bits, device):
     others = [0, 1, 2, 3, 4, 6, 7]
     assert low_step[others].isnan().all()
     assert (codes[others] == 0xA5).all()
-    assert (codes[5] == 0).all() and (low_step[5] == 0).all()
+    assert (codes[5] == 0).all()
+    assert (low_step[5] == 0).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_representable_constant_channels_have_step_zero(impl, device):
     keys = torch.full((16, 2, 64), -3.5, device=device)
     codes, low_step = make_thumbnails(keys, torch.zeros(1, dtype=torch.int32, device=device), 2, 16, impl)
-    assert (low_step[0, :, 0] == -3.5).all() and (low_step[0, :, 1] == 0).all() and (codes == 0).all()
+    assert (low_step[0, :, 0] == -3.5).all()
+    assert (low_step[0, :, 1] == 0).all()
+    assert (codes == 0).all()
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -1,0 +1,1 @@
+"""Benchmarks of real servers, dense and sparse in turn on one machine."""
