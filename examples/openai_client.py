@@ -1,7 +1,8 @@
 """Streams an answer from a running server with the ``openai`` package, then shows how much of the KV cache was read.
 
-    make serve                                            # in another terminal
     .venv/bin/python examples/openai_client.py "What is a lighthouse?" [http://127.0.0.1:30000]
+
+The server is one that ``make serve`` keeps running in another terminal.
 """
 
 import json
@@ -32,4 +33,4 @@ with urllib.request.urlopen(f"{url}/server_info") as answer:
 if sparse is None:
     print("The server runs without --sparse-decode.")
 else:
-    print(f"Since the start: {sparse['kept_fraction']:.1%} of the KV blocks attended to in {sparse['steps']} decode steps.")
+    print(f"KV blocks attended to since the start: {sparse['kept_fraction']:.1%}, in {sparse['steps']} decode steps")

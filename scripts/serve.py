@@ -138,16 +138,13 @@ class Server:
 
     def stop(self) -> None:
         """Ends the server and all processes of its group: politely first, and then, or at another Ctrl-C, for sure."""
-        with Progress("Stopping the server"):
-            try:
+        if self.process.poll() is None:
+            with Progress("Stopping the server"), contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 self.process.send_signal(signal.SIGINT)
                 self.process.wait(STOP_SECONDS)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                pass
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def ask(server: Server, model: str) -> None:
@@ -205,6 +202,9 @@ def serve(arguments: argparse.Namespace) -> None:
     if importlib.util.find_spec("sglang") is None:
         raise ServeError(f"{sys.executable} has no SGLang; without VENV=none, make serve installs it")
     model = arguments.model or str(sample_model.fetch())
+    # A name without a folder may be one that SGLang resolves itself.
+    if (os.path.isabs(model) or os.path.exists(model)) and not os.path.isfile(os.path.join(model, "config.json")):
+        raise ServeError(f"{model} is no model folder: it has no config.json")
     flags, environment = on_cpu()
     name = Path(model).name
     flags += ["--served-model-name", name]
@@ -218,7 +218,8 @@ def serve(arguments: argparse.Namespace) -> None:
             report_sparse_decode(server)
         explain(server, name)
         sys.stdout.flush()
-        server.wait()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.wait()
     except OSError as error:
         # What a dying server does to a request is less telling than its log.
         time.sleep(1.0)
@@ -248,7 +249,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Stopped.")
+        print("Interrupted.")
+        return 130
+    print("Stopped.")
     return 0
 
 

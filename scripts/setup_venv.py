@@ -47,7 +47,9 @@ def pip_install(python: Path, what: str, *arguments: str) -> None:
     lines: list[str] = []
     with (
         Progress(what) as progress,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip,
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as pip,
     ):
         assert pip.stdout is not None
         for line in pip.stdout:

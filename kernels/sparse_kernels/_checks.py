@@ -24,9 +24,10 @@ def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
 def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
     """Raises ValueError unless the tensor has this shape; None stands for any size."""
     given = tuple(tensor.shape)
-    if len(given) != len(shape) or any(
-        want is not None and have != want for have, want in zip(given, shape, strict=False)
-    ):
+    fits = len(given) == len(shape) and all(
+        want is None or have == want for have, want in zip(given, shape, strict=True)
+    )
+    if not fits:
         wanted = ", ".join("*" if n is None else str(n) for n in shape)
         raise ValueError(f"{name} has shape {list(given)}; needed: [{wanted}]")
 
@@ -87,7 +88,7 @@ def check_block_mass(
     group_size, rest = divmod(q.shape[1], kv_heads)
     if rest or not 1 <= group_size <= MAX_GROUP_SIZE:
         raise ValueError(
-            f"q has {q.shape[1]} heads for {kv_heads} KV heads; needed: 1 to {MAX_GROUP_SIZE} query heads for each"
+            f"q has {q.shape[1]} heads for {kv_heads} KV heads; needed: a multiple, at most {MAX_GROUP_SIZE} each"
         )
     check_rows("page_table", page_table, batch, ndim=2)
     check_dtype("page_table", page_table, torch.int32)

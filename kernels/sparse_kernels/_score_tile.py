@@ -76,7 +76,7 @@ def exact_tile(query, keys, slot_stride, slot, count, scale_log2, T: tl.constexp
     """Scores times log2(e), `[T, GROUP]`, of `count` tokens from `slot` on; -inf beyond. `query` is `[ROWS, GROUP]`."""
     tokens = tl.arange(0, T)[:, None]
     channels = tl.arange(0, query.shape[0])[None, :]
-    # Tokens beyond the sequence may hold anything, NaN included: they must not be loaded.
+    # Tokens beyond the sequence may hold anything, NaN included; theirs is a row each, which gets -inf below.
     tile = tl.load(keys + (slot + tokens) * slot_stride + channels, mask=(tokens < count) & (channels < D), other=0.0)
     scores = tl.dot(tile, query, input_precision="ieee") * scale_log2
     return tl.where(tokens < count, scores, float("-inf"))

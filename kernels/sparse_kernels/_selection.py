@@ -32,7 +32,7 @@ def check_rule(
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError unless a rule's arguments are as its docstring says; `target`, called `name`, is gamma or top_k."""
+    """Raises ValueError unless a rule's arguments are as documented; `target` is gamma or top_k, which `name` says."""
     check_sizes(page_size, block_size)
     check_choice("group", group, GROUPS)
     check_shape("log_mass", log_mass, None, None, None, None)

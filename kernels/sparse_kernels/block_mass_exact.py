@@ -139,8 +139,8 @@ def block_mass_exact(
 ) -> None:
     """Writes `log sum_t exp(q . k_t * scale)` over the tokens of each block.
 
-    Here and in the other block-mass operations, a block whose mass is more than `exp(87)` times below that of a token of
-    the same page may get -inf.
+    Here and in the other block-mass operations, a block whose mass is more than `exp(87)` times below that of a token
+    of the same page may get -inf.
 
     Args:
         q: `[B, Hkv * G, D]`, pool dtype, G from 1 to 16.

@@ -23,10 +23,10 @@ def block_statistics_reference(
     slots = pages[:, None] * page_size + torch.arange(page_size, device=pages.device)
     keys = k_pool[slots.flatten()].float().view(len(pages), page_size // block_size, block_size, kv_heads, head_dim)
     if kind == "minmax":
-        statistics = (keys.amin(2), keys.amax(2))
+        statistics = [keys.amin(2), keys.amax(2)]
     else:
         mean = keys.mean(2)
-        statistics = (mean,) if kind == "mean" else (mean, keys.var(2, unbiased=False))
+        statistics = [mean] if kind == "mean" else [mean, keys.var(2, unbiased=False)]
     out[pages] = torch.stack(statistics, 2).permute(0, 3, 1, 2, 4).to(out.dtype)
 
 

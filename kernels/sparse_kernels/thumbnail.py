@@ -30,8 +30,7 @@ def _ceil_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quantise(keys: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes `[n, page_size, Hkv, D]` uint8, low and step `[n, Hkv, D]` bfloat16 of fp32 keys `[n, page_size, Hkv,
-    D]`."""
+    """Codes (uint8, shaped as the keys), low and step `[n, Hkv, D]` bfloat16 of fp32 keys `[n, page_size, Hkv, D]`."""
     levels = 2**bits - 1
     high = keys.amax(1)
     low = _floor_to_bfloat16(keys.amin(1))
@@ -65,8 +64,8 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_codes(codes: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
     """Unpacks thumbnail codes.
 
-    With `w` bits a plane, byte `i` of a plane holds channels `i + s * D * w / 8`, at bits `s * w` and up, for `s < 8 /
-    w`. Two and four bits are one plane; three bits are a plane of the low two bits followed by a plane of the high bit.
+    With `w` bits a plane, byte `i` of a plane holds channels `i + s * D * w / 8`, at bits `s * w` and up, for all s
+    below `8 / w`. Two and four bits are one plane; three bits are a plane of the low two bits, then one of the high.
 
     Args:
         codes: `[..., D * bits // 8]` uint8.
@@ -211,10 +210,10 @@ def thumbnail(
 ) -> None:
     """Writes the thumbnails of the given physical pages; all their tokens must be in the pool.
 
-    For each page, KV head and channel: `low` is the minimum rounded down to bfloat16, `step` the smallest bfloat16
-    found with `low + (2**bits - 1) * step >= maximum`, and `code = clamp(floor((k - low) / step + 0.5), 0, 2**bits -
-    1)`; a constant channel that bfloat16 represents has step 0 and codes 0. Hence `low <= k <= low + (2**bits - 1) *
-    step` in fp32 for every finite key.
+    For each page, KV head and channel: `low` is the minimum rounded down to bfloat16, and `step` the smallest bfloat16
+    with `low + n * step >= maximum`, where `n = 2**bits - 1`; `code = clamp(floor((k - low) / step + 0.5), 0, n)`.
+    A constant channel that bfloat16 represents has step 0 and codes 0. Hence `low <= k <= low + n * step` in fp32 for
+    every finite key.
 
     Args:
         k_pool: `[P * page_size, Hkv, D]` fp16, bf16 or fp32.

@@ -55,10 +55,8 @@ def statistics_mass(case: PagedCase, b: int, statistics: torch.Tensor, kind: str
             q = case.q[b, h * case.group_size + g].double()
             for j in range(closed):
                 stats = statistics[int(case.page_table[b, j // per_page]), h, j % per_page].double()
-                if kind == "minmax":
-                    score = torch.maximum(q * stats[0], q * stats[1]).sum()
-                else:
-                    score = (q * stats[0]).sum()
+                products = torch.maximum(q * stats[0], q * stats[1]) if kind == "minmax" else q * stats[0]
+                score = products.sum()
                 mass[h, g, j] = score * case.scale + math.log(case.block_size)
                 if kind == "mean-variance":
                     mass[h, g, j] += 0.5 * case.scale**2 * (q**2 * stats[1]).sum()

@@ -86,6 +86,21 @@ def test_other_pages_stay_untouched(impl, bits, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bounds_hold_where_the_range_rounds_to_whole_steps(impl, bits, dtype, device):
+    """The range is a hair above `n * 32`, but its fp32 difference and quotient are exact: a step of 32 falls short."""
+    levels = 2**bits - 1
+    keys = torch.full((16, 2, 64), -32.0 * levels, dtype=dtype, device=device)
+    keys[3] = 1e-6
+    _, low_step = make_thumbnails(keys, torch.zeros(1, dtype=torch.int32, device=device), bits, 16, impl)
+    low, step = low_step[0].float().unbind(1)
+    assert (low == -32.0 * levels).all()
+    assert (step == 32.25).all()
+    assert (low + levels * step >= keys[3].float()).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_representable_constant_channels_have_step_zero(impl, device):
     keys = torch.full((16, 2, 64), -3.5, device=device)
     codes, low_step = make_thumbnails(keys, torch.zeros(1, dtype=torch.int32, device=device), 2, 16, impl)

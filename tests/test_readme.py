@@ -1,0 +1,18 @@
+"""README names every option with its default."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sglang_sparse.options import SparseDecodeOptions, flag
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_flags_table_is_complete_and_true() -> None:
+    rows = dict(re.findall(r"^\| `(--sparse-decode\S*)` \| (\S+) \|", README, re.MULTILINE))
+    expected = {
+        flag(name): "none" if default in (None, ()) else str(default) for name, default in vars(SparseDecodeOptions()).items()
+    }
+    assert rows == {"--sparse-decode": "off", **expected}
