@@ -22,7 +22,7 @@ from progress import Progress
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "cpu.lock"
 STAMP = ".sglang-sparse-stamp"
-PYTHONS = ((3, 11), (3, 13))
+PYTHONS = ((3, 11), (3, 12))
 
 
 class SetupError(Exception):
@@ -113,7 +113,7 @@ def create(folder: Path, kind: str) -> None:
     if kind == "cpu" and not low <= sys.version_info[:2] <= high:
         raise SetupError(
             f"Python {sys.version_info.major}.{sys.version_info.minor} does not fit {LOCK.name}, which is for "
-            f"{low[0]}.{low[1]} to {high[0]}.{high[1]}: name another one, as in make PYTHON=python3.12 serve"
+            f"{low[0]}.{low[1]} and {high[0]}.{high[1]}: name another one, as in make PYTHON=python3.12 serve"
         )
     if folder.exists() and not (folder / "pyvenv.cfg").is_file() and any(folder.iterdir()):
         raise SetupError(f"{folder} is not a virtual environment and not empty: name another folder with VENV=")

@@ -115,7 +115,9 @@ class SparseDecodeBackend(AttentionBackend):
             raise ValueError(f"sparse decode does not support the attention argument {next(iter(unsupported))!r}")
         if save_kv_cache:
             if k is None or v is None:
-                raise ValueError(f"layer {layer.layer_id} brings no keys and values: sparse decode needs them in each layer")
+                raise ValueError(
+                    f"layer {layer.layer_id} brings no keys and values: sparse decode needs them in each layer"
+                )
             sglang_compat.write_kv(self.kv_pool, layer, forward_batch.out_cache_loc, k, v)
         g = self.step.geometry
         q = q.reshape(-1, g.query_heads, g.head_dim)

@@ -63,7 +63,7 @@ class SparseDecodeOptions:
 
     gamma: float = 0.95
     estimator: str = "thumbnail"
-    thumbnail_bits: int = 2
+    thumbnail_bits: int = 4
     block_size: int = 16
     group: str = "average"
     rule: str = "coverage"
@@ -91,7 +91,9 @@ class SparseDecodeOptions:
     def _check_top_k(self) -> None:
         if self.top_k is None:
             if self.rule == "top-k":
-                raise OptionsError(f"{flag('rule')} top-k needs {flag('top_k')}: a count of blocks, or a fraction below 1")
+                raise OptionsError(
+                    f"{flag('rule')} top-k needs {flag('top_k')}: a count of blocks, or a fraction below 1"
+                )
             return
         if self.rule != "top-k":
             raise OptionsError(
@@ -100,7 +102,7 @@ class SparseDecodeOptions:
         _number("top_k", self.top_k)
         if self.top_k <= 0 or (self.top_k > 1 and self.top_k != int(self.top_k)):
             raise OptionsError(
-                f"{flag('top_k')} is {self.top_k}: give a whole number of blocks, or a fraction of them above 0 and below 1"
+                f"{flag('top_k')} is {self.top_k}: give a whole number of blocks, or a fraction above 0 and below 1"
             )
 
     def check_page_size(self, page_size: int) -> None:
@@ -168,7 +170,9 @@ def _layers(value: Any) -> tuple[int, ...]:
                 raise problem
             parts.extend(range(int(first), int(last or first) + 1))
         value = parts
-    if not isinstance(value, (list, tuple)) or any(not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in value):
+    if not isinstance(value, (list, tuple)) or any(
+        not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in value
+    ):
         raise problem
     return tuple(sorted(set(value)))
 
@@ -179,7 +183,7 @@ def _parse_json(text: str, source: str) -> dict:
     except json.JSONDecodeError as error:
         raise OptionsError(f"{source}: not valid JSON ({error})") from None
     if not isinstance(values, dict):
-        raise OptionsError(f"{source}: give a JSON object such as {{\"gamma\": 0.95}}")
+        raise OptionsError(f'{source}: give a JSON object such as {{"gamma": 0.95}}')
     return values
 
 
@@ -216,7 +220,11 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         shown = getattr(default, name, None)
         shown = "none" if shown in (None, ()) else shown
         group.add_argument(
-            flag(name), dest=f"{_DEST}_{name}", default=argparse.SUPPRESS, help=f"{help_text} (default: {shown})", **kwargs
+            flag(name),
+            dest=f"{_DEST}_{name}",
+            default=argparse.SUPPRESS,
+            help=f"{help_text} (default: {shown})",
+            **kwargs,
         )
 
     group.add_argument(
@@ -230,7 +238,12 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     add("gamma", "Share of the attention mass that the blocks read must cover, above 0 and at most 1.", type=float)
     add("estimator", "How the mass of a block is estimated without reading its keys.", metavar=_braces(ESTIMATORS))
     add("thumbnail_bits", "Bits a channel in the thumbnail estimator.", type=int, metavar=_braces(THUMBNAIL_BITS))
-    add("block_size", "Tokens in a block, the unit of selection; divides the page size.", type=int, metavar=_braces(BLOCK_SIZES))
+    add(
+        "block_size",
+        "Tokens in a block, the unit of selection; divides the page size.",
+        type=int,
+        metavar=_braces(BLOCK_SIZES),
+    )
     add(
         "group",
         "What gamma applies to: the average over the query heads that share a KV head, or every one of them.",

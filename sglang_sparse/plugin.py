@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_sparse import options as options_module
@@ -142,9 +143,14 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
     try:
         _verify_hooks(compat.SCHEDULER_TARGETS)
         if not _memory_is_reserved:
-            raise OptionsError("memory for page summaries was not reserved: another plugin replaces SGLang's pool sizing")
+            raise OptionsError(
+                "memory for page summaries was not reserved: another plugin replaces SGLang's pool sizing"
+            )
         _backend = SparseDecodeBackend(model_runner, options)
-    except OptionsError as error:
+    except torch.OutOfMemoryError as error:
+        _stop(OptionsError(f"no memory for page summaries and step buffers: lower --mem-fraction-static ({error})"))
+    except Exception as error:
+        logger.exception("sparse decode cannot be installed")
         _stop(error)
     return _backend
 
@@ -165,8 +171,12 @@ def _pool_configurator(options: SparseDecodeOptions) -> Callable:
         inner = original(configurator_owner)
         if configurator_owner.server_args.decode_attention_backend != compat.BACKEND_NAME:
             return inner
+        try:
+            configurator = reserve(inner, options, **compat.cache_shape(configurator_owner))
+        except Exception as error:
+            _stop(error)
         _memory_is_reserved = True
-        return reserve(inner, options, **compat.cache_shape(configurator_owner))
+        return configurator
 
     return create
 

@@ -19,7 +19,7 @@ def closing_token_indices(prefix_lens: list[int], extend_lens: list[int], page_s
 
     `prefix_lens` and `extend_lens` are tokens already cached and tokens in this chunk, per request.
     """
-    indices = []
+    indices: list[int] = []
     starts = itertools.accumulate(extend_lens, initial=0)
     for prefix, extend, start in zip(prefix_lens, extend_lens, starts, strict=False):
         first = -(prefix + 1) % page_size

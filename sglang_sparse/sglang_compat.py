@@ -30,9 +30,7 @@ BUILD_BACKEND = (
 )
 CREATE_POOL_CONFIGURATOR = "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator"
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
-REPORT_DECODE = (
-    "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
-)
+REPORT_DECODE = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
 ALLOC_EXTEND = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend"
 ALLOC_DECODE = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode"
 
@@ -66,23 +64,24 @@ def check_release() -> None:
 # steps that sparse decode does not touch (HTTP, tokenizer, logging, sampling, scheduling order).
 _TESTED_ARGUMENTS = frozenset(
     """
-    model_path tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num load_format
-    model_loader_extra_config trust_remote_code context_length revision model_impl json_model_override_args dtype
-    quantization kv_cache_dtype enable_tf32_matmul mem_fraction_static max_running_requests max_queued_requests
-    max_total_tokens chunked_prefill_size max_prefill_tokens prefill_max_requests schedule_policy
-    enable_priority_scheduling disable_priority_preemption default_priority_value abort_on_priority_when_disabled
-    schedule_low_priority_values_first priority_scheduling_preemption_threshold retraction_policy
-    schedule_conservativeness page_size radix_eviction_policy disable_radix_cache disable_overlap_schedule
-    num_continuous_decode_steps scheduler_recv_interval nccl_port dist_timeout dist_init_addr tp_size pp_size dp_size
-    nnodes node_rank device base_gpu_id gpu_id_step random_seed watchdog_timeout soft_watchdog_timeout sleep_on_idle
-    custom_sigquit_handler numa_node gc_threshold host port fastapi_root_path skip_server_warmup warmups enable_http2
-    ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh api_key admin_api_key
-    served_model_name weight_version chat_template hf_chat_template_name completion_template file_storage_path
-    enable_cache_report reasoning_parser default_chat_template_kwargs strip_thinking_cache enable_strict_thinking
-    tool_call_parser tool_server sampling_defaults preferred_sampling_params allow_auto_truncate stream_interval
-    batch_notify_size stream_response_default_include_usage incremental_streaming_output log_level log_level_http
-    log_requests log_requests_level log_requests_format log_requests_target uvicorn_access_log_exclude_prefixes
-    crash_dump_folder show_time_cost enable_metrics enable_mfu_metrics enable_metrics_for_all_schedulers
+    model_path tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
+    load_format model_loader_extra_config trust_remote_code context_length revision model_impl
+    json_model_override_args dtype quantization kv_cache_dtype enable_tf32_matmul mem_fraction_static
+    max_running_requests max_queued_requests max_total_tokens chunked_prefill_size max_prefill_tokens
+    prefill_max_requests schedule_policy enable_priority_scheduling disable_priority_preemption
+    default_priority_value abort_on_priority_when_disabled schedule_low_priority_values_first
+    priority_scheduling_preemption_threshold retraction_policy schedule_conservativeness page_size
+    radix_eviction_policy disable_radix_cache disable_overlap_schedule num_continuous_decode_steps
+    scheduler_recv_interval nccl_port dist_timeout dist_init_addr tp_size pp_size dp_size nnodes node_rank device
+    base_gpu_id gpu_id_step random_seed watchdog_timeout soft_watchdog_timeout sleep_on_idle custom_sigquit_handler
+    numa_node gc_threshold host port fastapi_root_path skip_server_warmup warmups enable_http2 ssl_keyfile
+    ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh api_key admin_api_key served_model_name
+    weight_version chat_template hf_chat_template_name completion_template file_storage_path enable_cache_report
+    reasoning_parser default_chat_template_kwargs strip_thinking_cache enable_strict_thinking tool_call_parser
+    tool_server sampling_defaults preferred_sampling_params allow_auto_truncate stream_interval batch_notify_size
+    stream_response_default_include_usage incremental_streaming_output log_level log_level_http log_requests
+    log_requests_level log_requests_format log_requests_target uvicorn_access_log_exclude_prefixes crash_dump_folder
+    show_time_cost enable_metrics enable_mfu_metrics enable_metrics_for_all_schedulers
     load_snapshot_publish_interval tokenizer_metrics_custom_labels_header tokenizer_metrics_allowed_custom_labels
     extra_metric_labels bucket_time_to_first_token bucket_inter_token_latency bucket_e2e_request_latency
     prompt_tokens_buckets generation_tokens_buckets gc_warning_threshold_secs decode_log_interval
@@ -91,16 +90,17 @@ _TESTED_ARGUMENTS = frozenset(
     constrained_json_disable_any_whitespace attention_backend decode_attention_backend prefill_attention_backend
     sampling_backend grammar_backend disable_flashinfer_autotune flashinfer_autotune_skip_ops cuda_graph_config
     cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode cuda_graph_max_bs_prefill
-    cuda_graph_bs_decode cuda_graph_bs_prefill disable_prefill_cuda_graph disable_decode_cuda_graph disable_cuda_graph
-    disable_cuda_graph_padding enable_profile_cuda_graph enable_cudagraph_gc triton_attention_reduce_in_fp32
-    triton_attention_num_kv_splits triton_attention_split_tile_size disable_custom_all_reduce speculative_algorithm
-    disaggregation_mode enable_mixed_chunk enable_pdmux enable_two_batch_overlap weight_loader_disable_mmap
-    weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
-    download_dir model_checksum checkpoint_engine_wait_weights_before_ready enable_dynamic_batch_tokenizer
-    dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode
-    disable_tokenizer_batch_decode enable_custom_logit_processor enable_return_hidden_states
-    return_hidden_states_mode disable_outlines_disk_cache pre_warm_nccl enable_p2p_check
-    """.split()
+    cuda_graph_bs_decode cuda_graph_bs_prefill disable_prefill_cuda_graph disable_decode_cuda_graph
+    disable_cuda_graph disable_cuda_graph_padding enable_profile_cuda_graph enable_cudagraph_gc
+    triton_attention_reduce_in_fp32 triton_attention_num_kv_splits triton_attention_split_tile_size
+    disable_custom_all_reduce speculative_algorithm disaggregation_mode enable_mixed_chunk enable_pdmux
+    enable_two_batch_overlap weight_loader_disable_mmap weight_loader_prefetch_checkpoints
+    weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load download_dir model_checksum
+    checkpoint_engine_wait_weights_before_ready enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
+    dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode
+    enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode disable_outlines_disk_cache
+    pre_warm_nccl enable_p2p_check
+    """.split()  # noqa: SIM905
 )
 
 # Values of those arguments that are refused: (argument, is it wrong?, what to say).
@@ -127,7 +127,7 @@ _REFUSED_VALUES: tuple[_Refusal, ...] = (
     (
         "cuda_graph_backend_prefill",
         lambda value: value == "full",
-        "--cuda-graph-backend-prefill full would skip the page summaries: use breakable, or --disable-prefill-cuda-graph",
+        "--cuda-graph-backend-prefill full would skip the page summaries: use breakable or --disable-prefill-cuda-graph",
     ),
     ("tp_size", lambda value: (value or 1) > 1, "tensor parallelism has not been tested: use --tp-size 1"),
     ("pp_size", lambda value: (value or 1) > 1, "pipeline parallelism is not supported: use --pp-size 1"),
@@ -233,7 +233,10 @@ def attention_layers(model: torch.nn.Module) -> list[Any]:
             (layer.attn_type != AttentionType.DECODER, "bidirectional attention"),
             (layer.v_head_dim != layer.qk_head_dim, "values of another head dim than keys"),
             (layer.xai_temperature_len > 0, "a length-dependent temperature"),
-            (layer.tp_q_head_num // layer.tp_k_head_num > MAX_GROUP_SIZE, f"over {MAX_GROUP_SIZE} query heads a KV head"),
+            (
+                layer.tp_q_head_num // layer.tp_k_head_num > MAX_GROUP_SIZE,
+                f"over {MAX_GROUP_SIZE} query heads a KV head",
+            ),
         ):
             if wrong:
                 raise UnsupportedError(

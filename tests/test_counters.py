@@ -14,7 +14,12 @@ GEOMETRY = Geometry(kv_heads=2, group_size=3, head_dim=64, dtype=torch.bfloat16,
 
 def counters(min_context: int = 100) -> DecodeCounters:
     return DecodeCounters(
-        GEOMETRY, layers=3, sparse_layers=[0, 2], scan_bytes=GEOMETRY.kv_bytes / 8, min_context=min_context, device="cpu"
+        GEOMETRY,
+        layers=3,
+        sparse_layers=[0, 2],
+        scan_bytes=GEOMETRY.kv_bytes / 8,
+        min_context=min_context,
+        device="cpu",
     )
 
 

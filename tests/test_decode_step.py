@@ -23,7 +23,7 @@ OPTIONS = [
     {"rule": "top-k", "top_k": 0.3, "estimator": "minmax"},
     {"rule": "top-k", "top_k": 9, "estimator": "exact"},
     {"gamma": 0.9, "estimator": "mean-variance"},
-    {"gamma": 0.9, "thumbnail_bits": 4, "min_context": 150},
+    {"gamma": 0.9, "thumbnail_bits": 2, "min_context": 150},
 ]
 
 
@@ -34,7 +34,9 @@ def make_geometry(dtype: torch.dtype = DTYPE) -> Geometry:
 class Simulation:
     """Requests in a paged pool whose keys and values are all known beforehand."""
 
-    def __init__(self, lengths: list[int], options: SparseDecodeOptions, device: str, dtype: torch.dtype = DTYPE) -> None:
+    def __init__(
+        self, lengths: list[int], options: SparseDecodeOptions, device: str, dtype: torch.dtype = DTYPE
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         self.geometry = g = make_geometry(dtype)
         self.lengths = lengths
@@ -132,7 +134,10 @@ def test_growing_requests_attend_to_their_lists(changes: dict, turns: bool, monk
             elif not turns:
                 # Selection buffers are shared by layers and turns: they show the last of them.
                 torch.testing.assert_close(
-                    out[last, row].double().cpu(), sim.expected(last, row, q), atol=2e-2 if DTYPE != torch.float32 else 1e-4, rtol=1e-2
+                    out[last, row].double().cpu(),
+                    sim.expected(last, row, q),
+                    atol=2e-2 if torch.float32 != DTYPE else 1e-4,
+                    rtol=1e-2,
                 )
     for row, length in enumerate(sim.lengths):
         pages = sim.req_to_token[row + 1, : length // 32 * 32 : 32].long() // 32
@@ -185,5 +190,9 @@ def test_a_captured_step_replays_with_other_requests(changes: dict) -> None:
         assert not out.isnan().any()
     assert torch.equal(sim.step.counters._counts, eager.step.counters._counts)
     for layer in range(LAYERS):
-        for kept, made in zip(sim.step.summaries[layer], eager.step.summaries[layer], strict=True) if layer in sim.step.summaries else ():
+        for kept, made in (
+            zip(sim.step.summaries[layer], eager.step.summaries[layer], strict=True)
+            if layer in sim.step.summaries
+            else ()
+        ):
             assert torch.equal(kept.view(torch.uint8), made.view(torch.uint8))

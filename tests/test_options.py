@@ -43,10 +43,25 @@ def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture)
 
 def test_flags_reach_their_options() -> None:
     options = parse(
-        *"--sparse-decode --sparse-decode-rule top-k --sparse-decode-top-k 0.2 --sparse-decode-estimator minmax".split(),
-        *"--sparse-decode-block-size 32 --sparse-decode-group every --sparse-decode-min-context 100".split(),
-        *"--sparse-decode-sink-tokens 4 --sparse-decode-window-tokens 64 --sparse-decode-dense-layers 0,2-4".split(),
-        *"--sparse-decode-gamma 0.9 --sparse-decode-thumbnail-bits 4".split(),
+        *[
+            "--sparse-decode",
+            "--sparse-decode-rule",
+            "top-k",
+            "--sparse-decode-top-k",
+            "0.2",
+            "--sparse-decode-estimator",
+            "minmax",
+        ],
+        *["--sparse-decode-block-size", "32", "--sparse-decode-group", "every", "--sparse-decode-min-context", "100"],
+        *[
+            "--sparse-decode-sink-tokens",
+            "4",
+            "--sparse-decode-window-tokens",
+            "64",
+            "--sparse-decode-dense-layers",
+            "0,2-4",
+        ],
+        *["--sparse-decode-gamma", "0.9", "--sparse-decode-thumbnail-bits", "4"],
     )
     assert options == SparseDecodeOptions(
         gamma=0.9,

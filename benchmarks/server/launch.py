@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -119,5 +120,5 @@ class Server:
         if any(len(times) < tokens // 2 for times in results):
             raise RuntimeError("a request ended early")
         first, last = max(times[0] for times in results), min(times[-1] for times in results)
-        gaps = [b - a for times in results for a, b in zip(times, times[1:], strict=False) if a >= first and b <= last]
+        gaps = [b - a for times in results for a, b in itertools.pairwise(times) if a >= first and b <= last]
         return sorted(gaps)[len(gaps) // 2] * 1e3

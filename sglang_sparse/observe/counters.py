@@ -92,9 +92,7 @@ class DecodeCounters:
         g = self._geometry
         rows = self._shape[0] * self._shape[1]
         scanned_rows = len(self._sparse_layers) * self._shape[1]
-        scanned = scanned_rows * (
-            totals["closed_tokens"] * self._scan_bytes + totals["open_tokens"] * g.kv_bytes / 2
-        )
+        scanned = scanned_rows * (totals["closed_tokens"] * self._scan_bytes + totals["open_tokens"] * g.kv_bytes / 2)
         kept_fraction = kept.sum().item() / (rows * totals["blocks"])
         return Reading(
             totals["steps"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import logging
 import os
 from typing import Any
@@ -22,8 +22,8 @@ SELF_CHECK_VARIABLE = "SGLANG_SPARSE_DECODE_SELF_CHECK"
 def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     """The `sparse_decode` block of one scheduler's internal state; JSON types only."""
     reading = backend.step.counters.read()
-    block = {
-        "options": dataclasses.asdict(backend.step.options),
+    block: dict[str, Any] = {
+        "options": json.loads(backend.step.options.to_json()),
         "page_size": backend.step.geometry.page_size,
         "summary_bytes": backend.step.summaries.bytes,
         "steps": reading.steps,
@@ -31,7 +31,6 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
         "bytes_read_fraction": reading.bytes_read_fraction,
         "kept_fraction_by_layer_and_head": reading.kept_by_layer_and_head,
     }
-    block["options"]["dense_layers"] = list(backend.step.options.dense_layers)
     if os.environ.get(SELF_CHECK_VARIABLE) == "1":
         block["self_check"] = self_check(backend, scheduler)
     return block

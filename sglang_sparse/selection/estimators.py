@@ -6,7 +6,7 @@ given pages; `block_mass` reads them. Open pages have no summary: every estimato
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from sparse_kernels import (
@@ -76,7 +76,18 @@ class ExactEstimator:
     def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
         pass
 
-    def block_mass(self, q, k_pool, summary, page_table, seq_lens, *, scale, min_context, out) -> None:
+    def block_mass(
+        self,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        summary: Summary,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scale: float,
+        min_context: int,
+        out: torch.Tensor,
+    ) -> None:
         block_mass_exact(
             q,
             k_pool,
@@ -93,7 +104,7 @@ class ExactEstimator:
 class StatisticsEstimator:
     """Per-channel statistics of each block: `mean`, `mean-variance` (MOIRA's mvar) or `minmax` (Quest's bound)."""
 
-    _VECTORS = {"mean": 1, "mean-variance": 2, "minmax": 2}
+    _VECTORS: ClassVar[dict[str, int]] = {"mean": 1, "mean-variance": 2, "minmax": 2}
 
     def __init__(self, geometry: Geometry, kind: str) -> None:
         self.name = kind
@@ -113,11 +124,20 @@ class StatisticsEstimator:
 
     def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
         g = self._geometry
-        block_statistics(
-            k_pool, pages, kind=self.name, page_size=g.page_size, block_size=g.block_size, out=summary[0]
-        )
+        block_statistics(k_pool, pages, kind=self.name, page_size=g.page_size, block_size=g.block_size, out=summary[0])
 
-    def block_mass(self, q, k_pool, summary, page_table, seq_lens, *, scale, min_context, out) -> None:
+    def block_mass(
+        self,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        summary: Summary,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scale: float,
+        min_context: int,
+        out: torch.Tensor,
+    ) -> None:
         block_mass_statistics(
             q,
             k_pool,
@@ -159,11 +179,20 @@ class ThumbnailEstimator:
 
     def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
         codes, low_step = summary
-        thumbnail(
-            k_pool, pages, bits=self._bits, page_size=self._geometry.page_size, codes=codes, low_step=low_step
-        )
+        thumbnail(k_pool, pages, bits=self._bits, page_size=self._geometry.page_size, codes=codes, low_step=low_step)
 
-    def block_mass(self, q, k_pool, summary, page_table, seq_lens, *, scale, min_context, out) -> None:
+    def block_mass(
+        self,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        summary: Summary,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scale: float,
+        min_context: int,
+        out: torch.Tensor,
+    ) -> None:
         codes, low_step = summary
         block_mass_thumbnail(
             q,

@@ -5,7 +5,7 @@ Sink tokens, the latest tokens and the open page are in every list. Rows below t
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from sparse_kernels import coverage_rule, top_k_rule
@@ -47,7 +47,7 @@ class _ThresholdRule:
     needs_mass = True
 
     def __init__(self, options: SparseDecodeOptions, geometry: Geometry) -> None:
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "group": options.group,
             "page_size": geometry.page_size,
             "block_size": geometry.block_size,
@@ -69,8 +69,10 @@ class CoverageRule(_ThresholdRule):
     def threshold(self) -> float:
         return self._gamma
 
-    def select(self, log_mass, seq_lens, *, thresholds, **buffers) -> None:
-        coverage_rule(log_mass, seq_lens, gamma=thresholds, **self._arguments, **buffers)
+    def select(
+        self, log_mass: torch.Tensor, seq_lens: torch.Tensor, *, thresholds: torch.Tensor, **buffers: torch.Tensor
+    ) -> None:
+        coverage_rule(log_mass, seq_lens, gamma=thresholds, **self._arguments, **cast(Any, buffers))
 
 
 class TopKRule(_ThresholdRule):
@@ -86,8 +88,10 @@ class TopKRule(_ThresholdRule):
     def threshold(self) -> float:
         return self._top_k
 
-    def select(self, log_mass, seq_lens, *, thresholds, **buffers) -> None:
-        top_k_rule(log_mass, seq_lens, top_k=thresholds, **self._arguments, **buffers)
+    def select(
+        self, log_mass: torch.Tensor, seq_lens: torch.Tensor, *, thresholds: torch.Tensor, **buffers: torch.Tensor
+    ) -> None:
+        top_k_rule(log_mass, seq_lens, top_k=thresholds, **self._arguments, **cast(Any, buffers))
 
 
 class AllRule:
@@ -99,7 +103,7 @@ class AllRule:
     def threshold(self) -> float:
         return 1.0
 
-    def select(self, log_mass, seq_lens, **buffers) -> None:
+    def select(self, log_mass: torch.Tensor, seq_lens: torch.Tensor, **buffers: torch.Tensor) -> None:
         raise AssertionError("rule all makes no lists")
 
 

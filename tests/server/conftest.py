@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
+    """The sample model; `SAMPLE_MODEL` names its folder where nothing can be downloaded."""
+    if os.environ.get("SAMPLE_MODEL"):
+        return Path(os.environ["SAMPLE_MODEL"])
     script = Path(__file__).parents[2] / "scripts" / "sample_model.py"
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -142,7 +142,7 @@ class Server:
 
 
 def servers(tmp_path_factory: Any) -> Iterator[Any]:
-    """Yields a function that starts a server, or returns the running one with the same arguments; stops all at the end."""
+    """Yields a function that starts a server, or returns the running one with the same arguments; stops all after."""
     folder = tmp_path_factory.mktemp("servers")
     running: dict[tuple, Server] = {}
 

@@ -173,7 +173,7 @@ if __name__ == "__main__":
     runpy.run_module("sglang.launch_server", run_name="__main__")
 """
 
-IN_SCHEDULER = "import multiprocessing\nif multiprocessing.parent_process() is not None:\n    "
+IN_SCHEDULER = "if __name__ == '__mp_main__':\n    "
 DAMAGES = {
     "a hook target is gone": (
         "import sglang.srt.model_executor.model_runner_components.attention_backend_setup as setup\n"
@@ -217,7 +217,13 @@ def test_a_broken_hook_stops_the_server(tmp_path: Path, random_llama: Path, dama
     line = harness.command(random_llama, "--sparse-decode", port=harness.free_port())
     line[1:3] = [str(driver)]
     result = subprocess.run(
-        line, env=harness.environment(), capture_output=True, text=True, timeout=240, check=False, start_new_session=True
+        line,
+        env=harness.environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        start_new_session=True,
     )
     assert result.returncode != 0
     errors = [text for text in (result.stderr + result.stdout).splitlines() if "sglang-sparse: error: " in text]

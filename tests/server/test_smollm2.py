@@ -40,7 +40,7 @@ def document(tokens: int) -> str:
 
 
 def question(name: str) -> str:
-    return f"{document(2900)}\n\nWhat is the access code of {name}? Answer with the number only: the access code of {name} is"
+    return f"{document(2800)}\n\nThe access code of {name} is"
 
 
 SPARSE = ("--sparse-decode", "--sparse-decode-min-context", "512")
@@ -60,7 +60,7 @@ def test_planted_facts_are_found_where_dense_finds_them(start_server: Any, smoll
     dense, sparse = start_server(smollm2), start_server(smollm2, *SPARSE)
     found = {}
     for name, code in FACTS.items():
-        found[name] = tuple(code in server.chat(question(name), 12) for server in (dense, sparse))
+        found[name] = tuple(code in server.generate(question(name), 8)["text"] for server in (dense, sparse))
     dense_found = [name for name, (in_dense, _) in found.items() if in_dense]
     assert len(dense_found) >= 3, f"dense finds too little for the test to say anything: {found}"
     assert all(found[name][1] for name in dense_found), found
