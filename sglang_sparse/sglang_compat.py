@@ -127,7 +127,7 @@ _REFUSED_VALUES: tuple[_Refusal, ...] = (
     (
         "cuda_graph_backend_prefill",
         lambda value: value == "full",
-        "--cuda-graph-backend-prefill full would skip the page summaries: use breakable or --disable-prefill-cuda-graph",
+        "--cuda-graph-backend-prefill full skips the page summaries: use breakable or --disable-prefill-cuda-graph",
     ),
     ("tp_size", lambda value: (value or 1) > 1, "tensor parallelism has not been tested: use --tp-size 1"),
     ("pp_size", lambda value: (value or 1) > 1, "pipeline parallelism is not supported: use --pp-size 1"),
