@@ -23,6 +23,7 @@ OPERATIONS = (
     "thumbnail",
     "block_statistics",
     "page_table",
+    "step_totals",
 )
 ON_REQUEST = ("sparse_attention_tiles",)
 

@@ -31,12 +31,10 @@ def write_random_model(
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     intermediate = 2 * hidden
-    model_type = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(
-        architecture
-    )
+    model_type = architecture.removesuffix("ForCausalLM").lower()
     settings = {
         "architectures": [architecture],
-        "model_type": model_type or "llama",
+        "model_type": model_type,
         "vocab_size": VOCAB,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -52,6 +50,7 @@ def write_random_model(
         "eos_token_id": EOS,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
+        "sliding_window": None,
         **config,
     }
     (folder / "config.json").write_text(json.dumps(settings))
