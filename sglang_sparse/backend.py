@@ -12,7 +12,7 @@ from sglang_sparse import sglang_compat
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
-from sglang_sparse.prefill import summarise_prefill
+from sglang_sparse.prefill import check_prefill, summarise_prefill
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -57,7 +57,7 @@ class SparseDecodeBackend(AttentionBackend):
             max_pages=-(-width // pool.page_size),
             device=pool.device,
         )
-        self._prefill_is_attached = False
+        self._prefill_backend: AttentionBackend | None = None
         logger.info(
             "Sparse decode: %d of %d layers, estimator %s, rule %s, page %d, block %d; "
             "page summaries %.2f GB, step buffers %.2f GB.",
@@ -74,7 +74,7 @@ class SparseDecodeBackend(AttentionBackend):
     def attach_prefill(self, prefill_backend: AttentionBackend) -> None:
         """Makes SGLang's prefill backend keep the summaries of the pages it writes."""
         summarise_prefill(prefill_backend, self.step.summaries, self.step.geometry.page_size)
-        self._prefill_is_attached = True
+        self._prefill_backend = prefill_backend
 
     # SGLang's metadata contract: host work outside the graph, recorded work inside it.
 
@@ -90,8 +90,10 @@ class SparseDecodeBackend(AttentionBackend):
         return 0
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        if not self._prefill_is_attached:
+        if self._prefill_backend is None:
             raise RuntimeError("sparse decode is not attached to the prefill backend: page summaries would be missing")
+        if not in_capture:
+            check_prefill(self._prefill_backend)
         batch = forward_batch.batch_size
         self.step.buffers.load(
             self._req_to_token, forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch]

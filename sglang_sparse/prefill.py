@@ -49,10 +49,12 @@ def summarise_prefill(backend: Any, summaries: PageSummaries, page_size: int) ->
 
     class Summarising(kind):
         closed_pages: torch.Tensor | None = None
+        summarised_layers = 0
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
             self.closed_pages = _closed_pages(forward_batch, page_size)
+            self.summarised_layers = 0
 
         def forward_extend(
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
@@ -61,7 +63,19 @@ def summarise_prefill(backend: Any, summaries: PageSummaries, page_size: int) ->
             if self.closed_pages is not None:
                 keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
                 summaries.update(layer.layer_id, keys, self.closed_pages)
+                self.summarised_layers += 1
             return out
 
     Summarising.__name__ = f"Summarising{kind.__name__}"
     backend.__class__ = Summarising
+
+
+def check_prefill(backend: Any) -> None:
+    """Raises RuntimeError if the last chunk that `backend` announced closed pages without summaries.
+
+    That would mean that SGLang ran prefill attention past the backend object, in a captured graph for example.
+    """
+    if backend.closed_pages is not None and not backend.summarised_layers:
+        raise RuntimeError(
+            "the last prefill left pages without summaries: serve with --disable-prefill-cuda-graph or without sparse decode"
+        )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sparse.prefill import closing_token_indices, summarise_prefill
+from sglang_sparse.prefill import check_prefill, closing_token_indices, summarise_prefill
 
 lengths = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=6)
 
@@ -85,3 +85,15 @@ def test_a_chunk_that_closes_nothing_after_one_that_did_summarises_nothing(recor
     backend.init_forward_metadata(batch(False, [0], [16], list(range(16, 32))))
     backend.forward_extend("q", "k", "v", SimpleNamespace(layer_id=0), None)
     assert updates == []
+
+
+def test_a_prefill_that_bypasses_the_backend_is_told(recorded: tuple[Backend, list]) -> None:
+    backend, _ = recorded
+    check_prefill(backend)
+    backend.init_forward_metadata(batch(True, [0], [16], list(range(16, 32))))
+    with pytest.raises(RuntimeError, match="--disable-prefill-cuda-graph"):
+        check_prefill(backend)
+    backend.forward_extend("q", "k", "v", SimpleNamespace(layer_id=0), None)
+    check_prefill(backend)
+    backend.init_forward_metadata(batch(True, [16], [3], [32, 33, 34]))
+    check_prefill(backend)
