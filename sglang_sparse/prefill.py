@@ -77,5 +77,5 @@ def check_prefill(backend: Any) -> None:
     """
     if backend.closed_pages is not None and not backend.summarised_layers:
         raise RuntimeError(
-            "the last prefill left pages without summaries: serve with --disable-prefill-cuda-graph or without sparse decode"
+            "the last prefill left pages without summaries: use --disable-prefill-cuda-graph or no --sparse-decode"
         )
