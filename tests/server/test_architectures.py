@@ -17,7 +17,7 @@ pytestmark = pytest.mark.server
 # Llama is what the other server tests run. Group sizes of real models: Qwen2.5-0.5B has 7 query heads a KV head.
 SHAPES = {
     "MistralForCausalLM": {"heads": 4, "kv_heads": 4},
-    "Qwen2ForCausalLM": {"heads": 7, "kv_heads": 1, "hidden": 224},
+    "Qwen2ForCausalLM": {"heads": 7, "kv_heads": 1, "hidden": 448},
     "Qwen3ForCausalLM": {"heads": 4, "kv_heads": 2, "head_dim": 128},
 }
 
