@@ -64,7 +64,7 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
     kwargs.setdefault("log_level", "error")
     _prepare(options, kwargs)
     server_args = ServerArgs(**kwargs)
-    compat.check_model(server_args.get_model_config())
+    _check_model(options, server_args)
     options.to_environment()
     return {"server_args": server_args}
 
@@ -93,7 +93,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
         for name, value in given.items():
             setattr(namespace, name, value)
         server_args = original(cls, namespace)
-        compat.check_model(server_args.get_model_config())
+        _check_model(options, server_args)
         options.to_environment()
         return server_args
     except OptionsError as error:
@@ -110,6 +110,13 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> None:
         arguments["page_size"] = options_module.DEFAULT_PAGE_SIZE
     options.check_page_size(arguments["page_size"])
     arguments["decode_attention_backend"] = compat.BACKEND_NAME
+
+
+def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
+    """Raises OptionsError if the model, or a layer that the options name, rules out sparse decode."""
+    model_config = server_args.get_model_config()
+    compat.check_model(model_config)
+    options.check_layers(model_config.num_hidden_layers)
 
 
 # --- scheduler process -------------------------------------------------------------------------------------------

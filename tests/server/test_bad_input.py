@@ -54,6 +54,8 @@ FLAGS = [
     ("--sparse-decode-rule top-k --sparse-decode-top-k 0", "--sparse-decode-top-k"),
     ("--sparse-decode-rule top-k", "--sparse-decode-top-k"),
     ("--sparse-decode-config /nonexistent.json", "--sparse-decode-config"),
+    ("--sparse-decode-config /", "--sparse-decode-config /"),
+    ("--sparse-decode-dense-layers 0,2", "--sparse-decode-dense-layers names layer 2"),
     ("--page-size 8", "--page-size 8"),
     ("--page-size 1", "--page-size 1 "),
     ("--page-size 16 --sparse-decode-block-size 32", "--sparse-decode-block-size 32"),
