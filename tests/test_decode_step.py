@@ -204,7 +204,7 @@ def test_a_captured_step_replays_with_other_requests(changes: dict) -> None:
 )
 @pytest.mark.parametrize("group", ["average", "every"])
 def test_odd_shapes_give_numbers(estimator: str, rule: dict, group: str) -> None:
-    """Empty batches, one token, blocks of a whole page, windows beyond the context, group sizes 1 and 16."""
+    """One token, padded rows, blocks of a whole page, windows beyond the context, group sizes 1 and 16."""
     for group_size, page_size, block_size, sink, window in ((1, 16, 16, 0, 1), (16, 128, 64, 1000, 5000)):
         geometry = Geometry(2, group_size, 96, torch.float32, page_size, block_size)
         options = SparseDecodeOptions(
@@ -214,7 +214,7 @@ def test_odd_shapes_give_numbers(estimator: str, rule: dict, group: str) -> None
         k_pool, v_pool = torch.randn(2, 10 * page_size, 2, 96, device=DEVICE)
         step.summaries.update(0, k_pool, torch.arange(1, 10, dtype=torch.int32, device=DEVICE))
         table = torch.arange(page_size, 10 * page_size, dtype=torch.int32, device=DEVICE).repeat(5, 1)
-        for lengths_now in ([1], [0, 1, page_size], [9 * page_size, page_size - 1, 2, 0], []):
+        for lengths_now in ([1], [0, 1, page_size], [9 * page_size, page_size - 1, 2, 0]):
             count = len(lengths_now)
             step.buffers.load(
                 table, torch.arange(count, device=DEVICE), torch.tensor(lengths_now, dtype=torch.int64, device=DEVICE)
