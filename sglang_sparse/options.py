@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,9 @@ BLOCK_SIZES = (8, 16, 32, 64)
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_PAGE_SIZE = 64
 
+_LARGEST = 2**31 - 1
+"""Token counts beyond this overflow the kernels' int32."""
+
 _FLAG = "--sparse-decode"
 _DEST = "sparse_decode"
 
@@ -40,17 +42,18 @@ def flag(name: str) -> str:
 
 
 def _choice(name: str, value: Any, allowed: tuple) -> None:
-    if value not in allowed:
+    # 4.0 equals 4, but is no size of anything.
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
         raise OptionsError(f"{flag(name)} is {value!r}: choose one of {', '.join(map(str, allowed))}")
 
 
 def _int(name: str, value: Any, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise OptionsError(f"{flag(name)} is {value!r}: give a whole number of at least {minimum}")
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= _LARGEST:
+        raise OptionsError(f"{flag(name)} is {value!r}: give a whole number from {minimum} to {_LARGEST}")
 
 
 def _number(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
         raise OptionsError(f"{flag(name)} is {value!r}: give a number")
 
 
@@ -166,7 +169,8 @@ def _layers(value: Any) -> tuple[int, ...]:
         parts: list[int] = []
         for item in filter(None, (part.strip() for part in value.split(","))):
             first, dash, last = item.partition("-")
-            if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            numbers = (first, last) if dash else (first, first)
+            if not all(number.isdecimal() and len(number) < 6 for number in numbers) or int(numbers[1]) < int(first):
                 raise problem
             parts.extend(range(int(first), int(last or first) + 1))
         value = parts
@@ -178,9 +182,15 @@ def _layers(value: Any) -> tuple[int, ...]:
 
 
 def _parse_json(text: str, source: str) -> dict:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, _ in pairs:
+            if sum(key == other for other, _ in pairs) > 1:
+                raise OptionsError(f"{source}: key {key!r} is given twice")
+        return dict(pairs)
+
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
+        values = json.loads(text, object_pairs_hook=unique)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise OptionsError(f"{source}: not valid JSON ({error})") from None
     if not isinstance(values, dict):
         raise OptionsError(f'{source}: give a JSON object such as {{"gamma": 0.95}}')

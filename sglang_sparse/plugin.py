@@ -114,6 +114,7 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> None:
 
 def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     """Raises OptionsError if the model, or a layer that the options name, rules out sparse decode."""
+    compat.check_resolved(server_args)
     model_config = server_args.get_model_config()
     compat.check_model(model_config)
     options.check_layers(model_config.num_hidden_layers)
@@ -166,6 +167,10 @@ def _build_backend(original: Callable, *args: Any, model_runner: Any, backend_st
     backend = original(*args, model_runner=model_runner, backend_str=backend_str, **kwargs)
     # SGLang builds the decode backend first, then the prefill backend.
     if _backend is not None and backend is not _backend:
+        try:
+            compat.check_prefill_backend(backend_str)
+        except OptionsError as error:
+            _stop(error)
         _backend.attach_prefill(backend)
     return backend
 

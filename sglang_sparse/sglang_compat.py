@@ -164,13 +164,32 @@ def check_arguments(given: dict[str, Any]) -> None:
     for name, wrong, advice in _REFUSED_VALUES:
         if name in given and wrong(given[name]):
             raise UnsupportedError(f"--sparse-decode: {advice}")
-    prefill_graph = getattr(getattr(given.get("cuda_graph_config"), "prefill", None), "backend", None)
-    if str(getattr(prefill_graph, "value", prefill_graph)) == "full":
-        raise UnsupportedError("--sparse-decode: --cuda-graph-config must not set the prefill backend to full")
     untested = sorted(set(given) - _TESTED_ARGUMENTS)
     if untested:
         flag = "--" + untested[0].replace("_", "-")
         raise UnsupportedError(f"{flag} has not been tested with --sparse-decode: remove {flag} or --sparse-decode")
+
+
+def check_resolved(server_args: Any) -> None:
+    """Raises UnsupportedError if SGLang's resolved arguments would run prefill past the page summaries.
+
+    However it was spelled: a prefill graph that records attention replays it without the prefill backend object.
+    """
+    prefill = server_args.cuda_graph_config.prefill.backend
+    if str(getattr(prefill, "value", prefill)) not in ("disabled", "breakable"):
+        raise UnsupportedError(
+            f"--sparse-decode: prefill CUDA graphs of the kind {getattr(prefill, 'value', prefill)} are not supported: "
+            "use --cuda-graph-backend-prefill breakable or --disable-prefill-cuda-graph"
+        )
+
+
+def check_prefill_backend(name: str) -> None:
+    """Raises UnsupportedError unless `name`, the prefill backend that SGLang builds, has been tested."""
+    if name not in PREFILL_BACKENDS:
+        raise UnsupportedError(
+            f"the prefill backend {name} has not been tested with --sparse-decode: "
+            f"set --prefill-attention-backend to one of {', '.join(PREFILL_BACKENDS)}"
+        )
 
 
 def check_environment() -> None:

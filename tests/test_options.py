@@ -117,6 +117,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dense_layers": "3-1"}, "--sparse-decode-dense-layers"),
     ({"dense_layers": [-1]}, "--sparse-decode-dense-layers"),
     ({"dense_layers": 3}, "--sparse-decode-dense-layers"),
+    ({"dense_layers": "²"}, "--sparse-decode-dense-layers"),
+    ({"dense_layers": "0-99999999999"}, "--sparse-decode-dense-layers"),
+    ({"thumbnail_bits": 4.0}, "--sparse-decode-thumbnail-bits"),
+    ({"block_size": 16.0}, "--sparse-decode-block-size"),
+    ({"gamma": 10**400}, "--sparse-decode-gamma"),
+    ({"gamma": float("inf")}, "--sparse-decode-gamma"),
+    ({"sink_tokens": 2**40}, "--sparse-decode-sink-tokens"),
+    ({"min_context": 10**20}, "--sparse-decode-min-context"),
 ]
 
 
@@ -133,6 +141,8 @@ def test_wrong_values_name_their_flag_in_one_line(values: dict[str, Any], named:
         ('{"gamme": 0.9}', "gamme"),
         ('{"min-context": 1, "min_context": 2}', "twice"),
         ("[1]", "JSON object"),
+        ('{"gamma": 0.9, "gamma": 0.8}', "twice"),
+        ("[" * 100_000, "not valid JSON"),
         ("{", "not valid JSON"),
         ('{"gamma": 2}', "--sparse-decode-gamma"),
         (None, "cannot be read"),

@@ -68,6 +68,7 @@ FLAGS = [
     ("--enable-pdmux", "--enable-pdmux"),
     ("--enable-two-batch-overlap", "--enable-two-batch-overlap"),
     ("--cuda-graph-backend-prefill full", "--cuda-graph-backend-prefill"),
+    ('--cuda-graph-config {"prefill":{"backend":"full"}}', "--cuda-graph-backend-prefill"),
     ("--decode-attention-backend triton", "--decode-attention-backend"),
     ("--attention-backend flex_attention", "--attention-backend"),
     ("--enable-hierarchical-cache", "--enable-hierarchical-cache"),
