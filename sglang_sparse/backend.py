@@ -46,6 +46,7 @@ class SparseDecodeBackend(AttentionBackend):
             block_size=options.block_size,
         )
         self.kv_pool = pool
+        self._layers = len(layers)
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
         rows, width = self._req_to_token.shape
         self.step = DecodeStep(
@@ -93,7 +94,7 @@ class SparseDecodeBackend(AttentionBackend):
         if self._prefill_backend is None:
             raise RuntimeError("sparse decode is not attached to the prefill backend: page summaries would be missing")
         if not in_capture:
-            check_prefill(self._prefill_backend)
+            check_prefill(self._prefill_backend, self._layers)
         batch = forward_batch.batch_size
         self.step.buffers.load(
             self._req_to_token, forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch]

@@ -52,6 +52,8 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
 
     Raises:
         OptionsError: if an option is wrong or does not go together with the other arguments or the model.
+
+    The options reach the Engine's processes through the environment: start the Engine before the next call.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -62,7 +64,7 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
     given = {key.removeprefix(prefix): kwargs.pop(key) for key in list(kwargs) if key.startswith(prefix)}
     options = options_module.merge(given)
     kwargs.setdefault("log_level", "error")
-    _prepare(options, kwargs)
+    kwargs |= _prepare(options, kwargs)
     server_args = ServerArgs(**kwargs)
     _check_model(options, server_args)
     options.to_environment()
@@ -83,14 +85,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
         options = options_module.pop_flags(namespace)
         if options is None:
             return original(cls, namespace)
-        defaults = compat.argument_defaults()
-        given = {
-            name: value
-            for name, value in vars(namespace).items()
-            if name in defaults and value is not None and value != defaults[name]
-        }
-        _prepare(options, given)
-        for name, value in given.items():
+        for name, value in _prepare(options, vars(namespace)).items():
             setattr(namespace, name, value)
         server_args = original(cls, namespace)
         _check_model(options, server_args)
@@ -100,16 +95,21 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
         _stop(error)
 
 
-def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> None:
-    """Checks server arguments that were given and adds what sparse decode sets."""
+def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Checks server arguments, of which those at their default do not count; returns what sparse decode sets."""
     compat.check_release()
     compat.check_environment()
-    compat.check_arguments(arguments)
+    defaults = compat.argument_defaults()
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and value != defaults.get(name) and not (value is False and defaults.get(name) is None)
+    }
+    compat.check_arguments({name: value for name, value in given.items() if name in defaults})
     _verify_targets(compat.SCHEDULER_TARGETS)
-    if arguments.get("page_size") is None:
-        arguments["page_size"] = options_module.DEFAULT_PAGE_SIZE
-    options.check_page_size(arguments["page_size"])
-    arguments["decode_attention_backend"] = compat.BACKEND_NAME
+    page_size = given.get("page_size", options_module.DEFAULT_PAGE_SIZE)
+    options.check_page_size(page_size)
+    return {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
 
 
 def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:

@@ -70,12 +70,12 @@ def summarise_prefill(backend: Any, summaries: PageSummaries, page_size: int) ->
     backend.__class__ = Summarising
 
 
-def check_prefill(backend: Any) -> None:
-    """Raises RuntimeError if the last chunk that `backend` announced closed pages without summaries.
+def check_prefill(backend: Any, layers: int) -> None:
+    """Raises RuntimeError if the last chunk that `backend` announced closed pages without summaries in all `layers`.
 
     That would mean that SGLang ran prefill attention past the backend object, in a captured graph for example.
     """
-    if backend.closed_pages is not None and not backend.summarised_layers:
+    if backend.closed_pages is not None and backend.summarised_layers < layers:
         raise RuntimeError(
             "the last prefill left pages without summaries: use --disable-prefill-cuda-graph or no --sparse-decode"
         )

@@ -60,19 +60,19 @@ def check_release() -> None:
 
 # --- server arguments ----------------------------------------------------------------------------------------------
 
-# Arguments that may be given together with --sparse-decode: either covered by the tests, or handled by processes and
-# steps that sparse decode does not touch (HTTP, tokenizer, logging, sampling, scheduling order).
+# Arguments that may be given together with --sparse-decode: covered by tests or GPU runs, or handled by processes and
+# steps that sparse decode does not touch (HTTP, tokenizer, logging, sampling, scheduling order), or judged below.
 _TESTED_ARGUMENTS = frozenset(
     """
     model_path tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
-    load_format model_loader_extra_config trust_remote_code context_length revision model_impl
+    load_format model_loader_extra_config trust_remote_code context_length revision
     json_model_override_args dtype quantization kv_cache_dtype enable_tf32_matmul mem_fraction_static
     max_running_requests max_queued_requests max_total_tokens chunked_prefill_size max_prefill_tokens
     prefill_max_requests schedule_policy enable_priority_scheduling disable_priority_preemption
     default_priority_value abort_on_priority_when_disabled schedule_low_priority_values_first
     priority_scheduling_preemption_threshold retraction_policy schedule_conservativeness page_size
-    radix_eviction_policy disable_radix_cache disable_overlap_schedule num_continuous_decode_steps
-    scheduler_recv_interval nccl_port dist_timeout dist_init_addr tp_size pp_size dp_size nnodes node_rank device
+    radix_eviction_policy disable_radix_cache disable_overlap_schedule
+    scheduler_recv_interval nccl_port dist_timeout tp_size pp_size device
     base_gpu_id gpu_id_step random_seed watchdog_timeout soft_watchdog_timeout sleep_on_idle custom_sigquit_handler
     numa_node gc_threshold host port fastapi_root_path skip_server_warmup warmups enable_http2 ssl_keyfile
     ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh api_key admin_api_key served_model_name

@@ -89,11 +89,11 @@ def test_a_chunk_that_closes_nothing_after_one_that_did_summarises_nothing(recor
 
 def test_a_prefill_that_bypasses_the_backend_is_told(recorded: tuple[Backend, list]) -> None:
     backend, _ = recorded
-    check_prefill(backend)
+    check_prefill(backend, 1)
     backend.init_forward_metadata(batch(True, [0], [16], list(range(16, 32))))
     with pytest.raises(RuntimeError, match="--disable-prefill-cuda-graph"):
-        check_prefill(backend)
+        check_prefill(backend, 1)
     backend.forward_extend("q", "k", "v", SimpleNamespace(layer_id=0), None)
-    check_prefill(backend)
+    check_prefill(backend, 1)
     backend.init_forward_metadata(batch(True, [16], [3], [32, 33, 34]))
-    check_prefill(backend)
+    check_prefill(backend, 1)

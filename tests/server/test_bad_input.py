@@ -73,6 +73,7 @@ FLAGS = [
     ("--attention-backend flex_attention", "--attention-backend"),
     ("--enable-hierarchical-cache", "--enable-hierarchical-cache"),
     ("--enable-lora", "--enable-lora"),
+    ("--dp-size 2", "--dp-size"),
     ("--enable-dp-attention", "--enable-dp-attention"),
     ("--enable-torch-compile", "--enable-torch-compile"),
     ("--enable-memory-saver", "--enable-memory-saver"),
@@ -159,6 +160,7 @@ def test_engine_kwargs_checks_like_the_command_line(prepare: Any, random_llama: 
     arguments = engine_kwargs(model_path=str(random_llama), sparse_decode_gamma=0.9, **device)["server_args"]
     assert (arguments.page_size, arguments.decode_attention_backend) == (64, "sparse_decode")
     assert json.loads(os.environ[ENVIRONMENT_VARIABLE])["gamma"] == 0.9
+    engine_kwargs(model_path=str(random_llama), enable_lora=False, page_size=None, **device)
     with pytest.raises(OptionsError, match="gamme"):
         engine_kwargs(model_path=str(random_llama), sparse_decode_gamme=0.9, **device)
     with pytest.raises(OptionsError, match="--enable-mixed-chunk"):
