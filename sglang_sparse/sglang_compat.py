@@ -60,9 +60,9 @@ def check_release() -> None:
 
 # --- server arguments ----------------------------------------------------------------------------------------------
 
-# Arguments that may be given together with --sparse-decode: covered by tests or GPU runs, or handled by processes and
-# steps that sparse decode does not touch (HTTP, tokenizer, logging, sampling, scheduling order), or judged below.
-_TESTED_ARGUMENTS = frozenset(
+# Arguments that may be given together with --sparse-decode: used in tests or GPU runs, or handled by processes and steps
+# that sparse decode does not touch (HTTP, tokenizer, logging, weights, sampling, scheduling order), or judged below.
+_ALLOWED_ARGUMENTS = frozenset(
     """
     model_path tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
     load_format model_loader_extra_config trust_remote_code context_length revision
@@ -164,7 +164,7 @@ def check_arguments(given: dict[str, Any]) -> None:
     for name, wrong, advice in _REFUSED_VALUES:
         if name in given and wrong(given[name]):
             raise UnsupportedError(f"--sparse-decode: {advice}")
-    untested = sorted(set(given) - _TESTED_ARGUMENTS)
+    untested = sorted(set(given) - _ALLOWED_ARGUMENTS)
     if untested:
         flag = "--" + untested[0].replace("_", "-")
         raise UnsupportedError(f"{flag} has not been tested with --sparse-decode: remove {flag} or --sparse-decode")
