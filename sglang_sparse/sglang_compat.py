@@ -60,8 +60,8 @@ def check_release() -> None:
 
 # --- server arguments ----------------------------------------------------------------------------------------------
 
-# Arguments that may be given together with --sparse-decode: used in tests or GPU runs, or handled by processes and steps
-# that sparse decode does not touch (HTTP, tokenizer, logging, weights, sampling, scheduling order), or judged below.
+# Arguments that may be given together with --sparse-decode: used in tests or GPU runs, handled where sparse decode has
+# no part (HTTP, tokenizer, logging, weights, sampling, scheduling order), or judged below.
 _ALLOWED_ARGUMENTS = frozenset(
     """
     model_path tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
