@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, required=True, help="prompt tokens of each request")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated per request")
+    parser.add_argument("--prefill-graphs", action="store_true", help="capture SGLang's prefill graphs too; slower start")
     parser.add_argument("--variant", action="append", required=True, help="NAME=flags of sglang.launch_server")
     parser.add_argument("--logs", type=Path, default=Path())
     parser.add_argument("--out", type=Path, help="append rows as JSON lines")
@@ -39,7 +40,9 @@ def main() -> int:
         return 2
     generator = random.Random(0)
     prompts = [[generator.randrange(1000, 40000) for _ in range(args.context)] for _ in range(max(args.batch))]
-    common = ["--cuda-graph-bs-decode", *map(str, args.batch), "--disable-prefill-cuda-graph"]
+    common = ["--cuda-graph-bs-decode", *map(str, args.batch)]
+    if not args.prefill_graphs:
+        common += ["--disable-prefill-cuda-graph"]
     if args.dummy:
         common += ["--load-format", "dummy"]
     if args.tokenizer:
