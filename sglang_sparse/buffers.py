@@ -15,7 +15,7 @@ class DecodeBuffers:
     Args:
         max_requests: largest batch.
         max_pages: pages of the longest request.
-        threshold: what the selection rule asks for in every request.
+        thresholds: what the selection rule asks for in each layer.
         selects: False if no layer selects, so that masses and lists are never written.
     """
 
@@ -25,7 +25,7 @@ class DecodeBuffers:
         *,
         max_requests: int,
         max_pages: int,
-        threshold: float,
+        thresholds: list[float],
         selects: bool,
         device: torch.device | str,
     ) -> None:
@@ -34,7 +34,9 @@ class DecodeBuffers:
         self.page_table = torch.zeros((max_requests, max_pages), dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.closing_pages = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
-        self.thresholds = torch.full((max_requests,), threshold, dtype=torch.float32, device=device)
+        by_layer = torch.tensor(thresholds, dtype=torch.float32, device=device)
+        self.thresholds = by_layer[:, None].expand(-1, max_requests).contiguous()
+        """`[layers, max_requests]`."""
 
         self.turn = requests_per_turn(geometry, max_pages, max_requests)
         rows = (self.turn if selects else 0, geometry.kv_heads)

@@ -48,7 +48,7 @@ class DecodeStep:
             geometry,
             max_requests=max_requests,
             max_pages=max_pages,
-            threshold=self.rule.threshold(),
+            thresholds=[self.rule.threshold(layer) for layer in range(layers)],
             selects=bool(self.sparse_layers),
             device=device,
         )
@@ -115,7 +115,7 @@ class DecodeStep:
             self.rule.select(
                 b.log_mass[rows],
                 seq_lens,
-                thresholds=b.thresholds[turn],
+                thresholds=b.thresholds[layer, turn],
                 block_lists=block_lists,
                 block_counts=block_counts,
                 scratch=b.scratch[rows],

@@ -24,6 +24,8 @@ THUMBNAIL_BITS = (2, 3, 4)
 BLOCK_SIZES = (8, 16, 32, 64)
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_PAGE_SIZE = 64
+CONFIG_ONLY = ("page_size", "model")
+"""Options that only a config file or Python can give."""
 
 _LARGEST = 2**31 - 1
 """Token counts beyond this overflow the kernels' int32."""
@@ -58,6 +60,29 @@ def _number(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True)
+class ModelShape:
+    """What a config file made for one model is checked against."""
+
+    architecture: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_value(cls, value: Any) -> ModelShape:
+        """From a JSON object; raises OptionsError if it is none or a field is missing, unknown or of another type."""
+        types = {"architecture": str, "layers": int, "kv_heads": int, "head_dim": int}
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping) or {k: type(v) for k, v in value.items()} != types:
+            raise OptionsError(f"config key 'model' is {value!r}: give an object with {', '.join(types)}")
+        return cls(**value)
+
+    def __str__(self) -> str:
+        return f"{self.architecture} of {self.layers} layers, {self.kv_heads} KV heads, head dim {self.head_dim}"
+
+
+@dataclass(frozen=True)
 class SparseDecodeOptions:
     """What to read in each decode step. Raises OptionsError on construction if a value is wrong.
 
@@ -75,6 +100,12 @@ class SparseDecodeOptions:
     sink_tokens: int = 16
     window_tokens: int = 128
     dense_layers: tuple[int, ...] = ()
+    gamma_by_layer: tuple[float, ...] = ()
+    """One gamma for each layer, instead of `gamma`."""
+    page_size: int | None = None
+    """SGLang's page size unless `--page-size` is given; a key of config files, without a flag of its own."""
+    model: ModelShape | None = None
+    """The model that a config file was made for, if it says so; without a flag."""
 
     def __post_init__(self) -> None:
         _number("gamma", self.gamma)
@@ -90,6 +121,17 @@ class SparseDecodeOptions:
         _int("sink_tokens", self.sink_tokens, 0)
         _int("window_tokens", self.window_tokens, 1)
         object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
+        object.__setattr__(self, "gamma_by_layer", _gammas(self.gamma_by_layer))
+        if self.gamma_by_layer and self.rule != "coverage":
+            raise OptionsError(f"{flag('gamma_by_layer')} has no effect with {flag('rule')} {self.rule}: remove it")
+        if self.page_size is not None:
+            _choice("page_size", self.page_size, PAGE_SIZES)
+        if self.model is not None:
+            object.__setattr__(self, "model", ModelShape.from_value(self.model))
+
+    def gamma_of(self, layer: int) -> float:
+        """The coverage asked for in a layer."""
+        return self.gamma_by_layer[layer] if self.gamma_by_layer else self.gamma
 
     def _check_top_k(self) -> None:
         if self.top_k is None:
@@ -121,11 +163,23 @@ class SparseDecodeOptions:
             )
 
     def check_layers(self, num_layers: int) -> None:
-        """Raises OptionsError if a dense layer does not exist in a model of `num_layers` layers."""
+        """Raises OptionsError if what is given by layer does not fit a model of `num_layers` layers."""
         missing = [layer for layer in self.dense_layers if layer >= num_layers]
         if missing:
             raise OptionsError(
                 f"{flag('dense_layers')} names layer {missing[0]}, but the model has layers 0 to {num_layers - 1}"
+            )
+        if self.gamma_by_layer and len(self.gamma_by_layer) != num_layers:
+            raise OptionsError(
+                f"{flag('gamma_by_layer')} has {len(self.gamma_by_layer)} values, but the model has {num_layers} layers"
+            )
+
+    def check_shape(self, shape: ModelShape) -> None:
+        """Raises OptionsError if the options were made for a model of another shape."""
+        if self.model is not None and self.model != shape:
+            raise OptionsError(
+                f"{flag('config')} was made for {self.model}, but the model is {shape}: "
+                "calibrate for this model, or remove the key 'model'"
             )
 
     def to_json(self) -> str:
@@ -179,6 +233,23 @@ def _layers(value: Any) -> tuple[int, ...]:
     ):
         raise problem
     return tuple(sorted(set(value)))
+
+
+def _gammas(value: Any) -> tuple[float, ...]:
+    """Gammas from a sequence of numbers or a text such as `0.95,0.9`."""
+    problem = OptionsError(
+        f"{flag('gamma_by_layer')} is {value!r}: give one share above 0 and at most 1 for each layer, such as 0.95,0.9"
+    )
+    if isinstance(value, str):
+        try:
+            value = [float(part) for part in value.split(",")] if value else []
+        except ValueError:
+            raise problem from None
+    if not isinstance(value, (list, tuple)) or any(
+        not isinstance(v, (int, float)) or isinstance(v, bool) or not 0 < v <= 1 for v in value
+    ):
+        raise problem
+    return tuple(float(v) for v in value)
 
 
 def _parse_json(text: str, source: str) -> dict:
@@ -264,6 +335,7 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     add("min_context", "Requests with fewer tokens read everything.", type=int)
     add("sink_tokens", "Tokens at the start that are always read.", type=int)
     add("window_tokens", "Latest tokens that are always read.", type=int)
+    add("gamma_by_layer", "One gamma for each layer, such as 0.95,0.9,0.99, instead of gamma; see calibrate.")
     add("dense_layers", "Layers that read everything, such as 0,1 or 0-3.")
     add("config", "JSON file with any of these options; flags win over it.", metavar="FILE")
 
@@ -290,7 +362,19 @@ def merge(given: Mapping[str, Any]) -> SparseDecodeOptions:
     """Options from `given` values over those of the file named by its key `config`, over the defaults."""
     values = dict(given)
     config = values.pop("config", None)
+    values = _one_gamma(_known(values, "options"), "options")
     if config is None:
-        return SparseDecodeOptions.from_mapping(values)
+        return SparseDecodeOptions(**values)
     source = f"{flag('config')} {config}"
-    return SparseDecodeOptions(**{**_known(read_config(config), source), **_known(values, "options")})
+    below = _one_gamma(_known(read_config(config), source), source)
+    # The two say the same thing in different ways: the one that wins removes the other.
+    for name, other in (("gamma", "gamma_by_layer"), ("gamma_by_layer", "gamma")):
+        if name in values:
+            below.pop(other, None)
+    return SparseDecodeOptions(**{**below, **values})
+
+
+def _one_gamma(values: dict[str, Any], source: str) -> dict[str, Any]:
+    if "gamma" in values and "gamma_by_layer" in values:
+        raise OptionsError(f"{source}: give gamma or gamma_by_layer, not both")
+    return values

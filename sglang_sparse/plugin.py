@@ -107,7 +107,7 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
     }
     compat.check_arguments({name: value for name, value in given.items() if name in defaults})
     _verify_targets(compat.SCHEDULER_TARGETS)
-    page_size = given.get("page_size", options_module.DEFAULT_PAGE_SIZE)
+    page_size = given.get("page_size", options.page_size or options_module.DEFAULT_PAGE_SIZE)
     options.check_page_size(page_size)
     return {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
 
@@ -117,6 +117,7 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     compat.check_resolved(server_args)
     model_config = server_args.get_model_config()
     compat.check_model(model_config)
+    options.check_shape(compat.model_shape(model_config))
     options.check_layers(model_config.num_hidden_layers)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_sparse.geometry import Geometry
-from sglang_sparse.options import OptionsError, SparseDecodeOptions
+from sglang_sparse.options import ModelShape, OptionsError, SparseDecodeOptions
 
 BACKEND_NAME = "sparse_decode"
 TESTED_RELEASES = ("0.5.17",)
@@ -235,6 +235,16 @@ def check_model(model_config: Any) -> None:
             f"{architecture} has not been tested with --sparse-decode (tested: {', '.join(TESTED_ARCHITECTURES)}): "
             "serve it without --sparse-decode"
         )
+
+
+def model_shape(model_config: Any) -> ModelShape:
+    """What identifies the model of SGLang's `ModelConfig`, before any tensor parallelism."""
+    return ModelShape(
+        architecture=model_config.hf_config.architectures[0],
+        layers=model_config.num_hidden_layers,
+        kv_heads=model_config.get_total_num_kv_heads(),
+        head_dim=model_config.head_dim,
+    )
 
 
 def attention_layers(model: torch.nn.Module) -> list[Any]:

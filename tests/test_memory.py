@@ -41,7 +41,7 @@ def test_pool_summaries_and_buffers_fit_the_budget(estimator: str, dense_layers:
     pages = tokens // 64 + 1
     summary = make_estimator(options, GEOMETRY).allocate(pages, "meta")
     summaries = sum(tensor.nbytes for tensor in summary) * (LAYERS - len(dense_layers))
-    buffers = DecodeBuffers(GEOMETRY, max_requests=64, max_pages=2048, threshold=0.95, selects=True, device="meta")
+    buffers = DecodeBuffers(GEOMETRY, max_requests=64, max_pages=2048, thresholds=[0.95], selects=True, device="meta")
     used = tokens * KV_BYTES + summaries + buffers.bytes
     assert used <= budget + (64 << 20)
     assert used >= budget * 0.99 - memory.MAX_STEP_BYTES

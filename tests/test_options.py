@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_sparse import options as module
-from sglang_sparse.options import OptionsError, SparseDecodeOptions
+from sglang_sparse.options import OptionsError, SparseDecodeOptions, merge
 
 
 def parse(*arguments: str) -> SparseDecodeOptions | None:
@@ -36,6 +36,8 @@ def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture)
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
     for name, default in vars(SparseDecodeOptions()).items():
+        if name in module.CONFIG_ONLY:
+            continue
         assert module.flag(name) in text
         assert f"(default: {'none' if default in (None, ()) else default})" in text
     assert "--sparse-decode-config" in text
@@ -178,3 +180,52 @@ def test_dense_layers_must_exist() -> None:
     SparseDecodeOptions(dense_layers=(1,)).check_layers(2)
     with pytest.raises(OptionsError, match="layer 2"):
         SparseDecodeOptions(dense_layers=(1, 2)).check_layers(2)
+
+
+SHAPE = {"architecture": "Qwen2ForCausalLM", "layers": 2, "kv_heads": 2, "head_dim": 64}
+
+
+def test_gamma_by_layer_reaches_its_layers_and_survives_the_environment() -> None:
+    options = parse("--sparse-decode", "--sparse-decode-gamma-by-layer", "0.9,0.99")
+    assert [options.gamma_of(layer) for layer in range(2)] == [0.9, 0.99]
+    assert SparseDecodeOptions.from_mapping(json.loads(options.to_json())) == options
+    options.check_layers(2)
+    with pytest.raises(OptionsError, match="has 2 values, but the model has 3 layers"):
+        options.check_layers(3)
+
+
+@pytest.mark.parametrize("value", ["0.9,", "0.9,2", "x", "0.9,0", [True], 0.9])
+def test_wrong_gammas_are_refused(value: object) -> None:
+    with pytest.raises(OptionsError, match="gamma-by-layer is"):
+        SparseDecodeOptions(gamma_by_layer=value)
+
+
+def test_gamma_and_gamma_by_layer_win_over_each_other_from_flag_to_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"gamma_by_layer": [0.9, 0.8]}')
+    assert merge({"config": str(file)}).gamma_of(1) == 0.8
+    assert merge({"config": str(file), "gamma": 0.7}).gamma_of(1) == 0.7
+    file.write_text('{"gamma": 0.9}')
+    assert merge({"config": str(file), "gamma_by_layer": "0.6"}).gamma_of(0) == 0.6
+    file.write_text('{"gamma": 0.9, "gamma_by_layer": [0.9]}')
+    with pytest.raises(OptionsError, match="not both"):
+        merge({"config": str(file)})
+
+
+def test_a_config_for_another_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model": SHAPE, "page_size": 32}))
+    options = merge({"config": str(file)})
+    assert options.page_size == 32
+    options.check_shape(module.ModelShape(**SHAPE))
+    for field, other in (("architecture", "LlamaForCausalLM"), ("layers", 3), ("kv_heads", 1), ("head_dim", 128)):
+        with pytest.raises(OptionsError, match="was made for Qwen2ForCausalLM of 2 layers"):
+            options.check_shape(module.ModelShape(**{**SHAPE, field: other}))
+
+
+@pytest.mark.parametrize(
+    "model", ["Qwen2", {}, {**SHAPE, "layers": "2"}, {**SHAPE, "more": 1}, {**SHAPE, "layers": True}]
+)
+def test_a_config_with_a_malformed_model_is_refused(model: object) -> None:
+    with pytest.raises(OptionsError, match="config key 'model' is"):
+        SparseDecodeOptions(model=model)

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, required=True, help="prompt tokens of each request")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated per request")
-    parser.add_argument("--prefill-graphs", action="store_true", help="capture SGLang's prefill graphs too; slower start")
+    parser.add_argument("--prefill-graphs", action="store_true", help="capture SGLang's prefill graphs too")
     parser.add_argument("--variant", action="append", required=True, help="NAME=flags of sglang.launch_server")
     parser.add_argument("--logs", type=Path, default=Path())
     parser.add_argument("--out", type=Path, help="append rows as JSON lines")

@@ -202,6 +202,8 @@ def _select_kernel(
     scratch_head_stride,
     counts_batch_stride,
     counts_head_stride,
+    targets_batch_stride,
+    targets_head_stride,
     kv_heads,
     sink_blocks,
     window_tokens,
@@ -219,7 +221,7 @@ def _select_kernel(
     row = b.to(tl.int64)
     length = tl.load(seq_lens + b)
     blocks_in_row = tl.cdiv(length, BLOCK)
-    target = tl.load(targets + b)
+    target = tl.load(targets + b * targets_batch_stride + h * targets_head_stride)
     lists = block_lists + row * lists_batch_stride + h * lists_head_stride
     mass = log_mass + row * mass_batch_stride + h * mass_head_stride
     patterns = scratch + row * scratch_batch_stride + h * scratch_head_stride
@@ -276,7 +278,7 @@ def launch_select(
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None,
 ) -> None:
-    """Runs a rule: `targets` is top_k if `by_count`, else gamma."""
+    """Runs a rule: `targets` is top_k if `by_count`, else gamma; `[>=B]`, or `[>=B, Hkv]`."""
     batch, kv_heads, group_size, capacity = log_mass.shape
     if batch == 0:
         return
@@ -299,6 +301,8 @@ def launch_select(
         scratch.stride(1),
         block_counts.stride(0),
         block_counts.stride(1),
+        targets.stride(0),
+        targets.stride(1) if targets.ndim == 2 else 0,
         kv_heads,
         -(-sink_tokens // block_size),
         window_tokens,

@@ -41,9 +41,12 @@ def check_rule(
     batch, kv_heads, _, capacity = log_mass.shape
     if capacity > MAX_BLOCKS:
         raise ValueError(f"log_mass holds {capacity} blocks a row; allowed: at most {MAX_BLOCKS}")
-    for label, tensor, dtype in (("seq_lens", seq_lens, torch.int32), (name, target, torch.float32)):
-        check_rows(label, tensor, batch)
-        check_dtype(label, tensor, dtype)
+    check_rows("seq_lens", seq_lens, batch)
+    check_dtype("seq_lens", seq_lens, torch.int32)
+    check_rows(name, target, batch, 2 if target.ndim == 2 else 1)
+    if target.ndim == 2:
+        check_shape(name, target, None, kv_heads)
+    check_dtype(name, target, torch.float32)
     for label, value in (("sink_tokens", sink_tokens), ("window_tokens", window_tokens)):
         if value < 0:
             raise ValueError(f"{label} is {value}; needed: 0 or more")
@@ -73,13 +76,18 @@ def forced_blocks(
     return -(-sink_tokens // block_size), tail
 
 
-def _smallest_sets(p: torch.Tensor, weights: torch.Tensor, goal: int, forced: torch.Tensor) -> torch.Tensor:
+_UNREACHABLE = 2**62
+"""A goal that no row reaches: it keeps all blocks."""
+
+
+def _smallest_sets(p: torch.Tensor, weights: torch.Tensor, goal: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
     """Forced blocks plus the largest `p` until the weights reach the goal; ties take the lower index.
 
     Args:
         p: `[..., n]` fp32 shares of the blocks. A row with a NaN keeps all its blocks.
         weights: `[..., n]` int64.
-        goal: what the weights of a set must reach; a row that cannot reach it keeps all its blocks.
+        goal: int64, broadcast against `[..., 1]`: what the weights of a set must reach; a row that cannot reach it
+            keeps all its blocks.
         forced: `[n]` bool.
 
     Returns:
@@ -113,17 +121,18 @@ def select_reference(
     """Torch reference of both rules.
 
     Args:
-        goal_of: from a request's target and number of blocks, what the weights must reach; None keeps all blocks.
+        target: `[>=B]`, or `[>=B, Hkv]`.
+        goal_of: from a row's target and number of blocks, what the weights must reach; None keeps all blocks.
         by_count: the weight of a block is 1 instead of its share of the mass.
     """
-    batch, _, group_size, _ = log_mass.shape
+    batch, kv_heads, group_size, _ = log_mass.shape
     device = log_mass.device
-    targets = target[:batch].tolist()
+    targets = target[:batch].reshape(batch, -1).expand(batch, kv_heads).tolist()
     for b, length in enumerate(seq_lens[:batch].tolist()):
         n = -(-length // block_size)
         indices = torch.arange(n, dtype=torch.int32, device=device)
-        goal = goal_of(targets[b], n) if length and length >= min_context else None
-        if goal is None:
+        goals = [goal_of(wanted, n) for wanted in targets[b]]
+        if length < max(min_context, 1) or all(goal is None for goal in goals):
             block_lists[b, :, :n] = indices
             block_counts[b] = n
             continue
@@ -132,6 +141,7 @@ def select_reference(
         if group == "average":
             p = p.sum(1, keepdim=True) / group_size
         weights = torch.ones_like(p, dtype=torch.int64) if by_count else (p * 2.0**MASS_BITS).long()
+        goal = torch.tensor([_UNREACHABLE if goal is None else goal for goal in goals], device=device)[:, None, None]
         kept = _smallest_sets(p, weights, goal, (indices < sink) | (indices >= tail)).any(1)
         counts = kept.sum(1)
         block_counts[b] = counts

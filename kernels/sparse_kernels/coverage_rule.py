@@ -109,7 +109,7 @@ def coverage_rule(
     Args:
         log_mass: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of a row are read.
         seq_lens: `[>=B]` int32, in tokens; 0 for padded rows, which get empty lists.
-        gamma: `[>=B]` fp32, the coverage asked for.
+        gamma: `[>=B]` or `[>=B, Hkv]` fp32, the coverage asked for.
         group: `average` or `every`.
         page_size: tokens in a page.
         block_size: tokens in a block; divides `page_size`.

@@ -34,11 +34,11 @@ class Rule(Protocol):
     ) -> None:
         """Writes `block_lists` and `block_counts`, and adds the counts to `kept_total` (docs/architecture.md).
 
-        `thresholds` is `[>=B]` fp32: what the rule asks for in each request (gamma, or k).
+        `thresholds` is fp32, `[>=B]` or `[>=B, Hkv]`: what the rule asks for in each row (gamma, or k).
         """
 
-    def threshold(self) -> float:
-        """The threshold of a request that asks for nothing else."""
+    def threshold(self, layer: int) -> float:
+        """What the options ask for in a layer."""
 
 
 class _ThresholdRule:
@@ -64,10 +64,10 @@ class CoverageRule(_ThresholdRule):
 
     def __init__(self, options: SparseDecodeOptions, geometry: Geometry) -> None:
         super().__init__(options, geometry)
-        self._gamma = options.gamma
+        self._options = options
 
-    def threshold(self) -> float:
-        return self._gamma
+    def threshold(self, layer: int) -> float:
+        return self._options.gamma_of(layer)
 
     def select(
         self, log_mass: torch.Tensor, seq_lens: torch.Tensor, *, thresholds: torch.Tensor, **buffers: torch.Tensor
@@ -85,7 +85,7 @@ class TopKRule(_ThresholdRule):
         assert options.top_k is not None
         self._top_k = float(options.top_k)
 
-    def threshold(self) -> float:
+    def threshold(self, layer: int) -> float:
         return self._top_k
 
     def select(
@@ -100,7 +100,7 @@ class AllRule:
     name = "all"
     needs_mass = False
 
-    def threshold(self) -> float:
+    def threshold(self, layer: int) -> float:
         return 1.0
 
     def select(self, log_mass: torch.Tensor, seq_lens: torch.Tensor, **buffers: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ class AllRule:
 
 
 def make_rule(options: SparseDecodeOptions, geometry: Geometry) -> Rule:
-    """The rule that `options` name. Coverage of gamma = 1 is rule `all`."""
-    if options.rule == "all" or (options.rule == "coverage" and options.gamma == 1):
+    """The rule that `options` name. Coverage of gamma = 1 in all layers is rule `all`."""
+    if options.rule == "all" or (options.rule == "coverage" and min(options.gamma_by_layer or (options.gamma,)) == 1):
         return AllRule()
     return TopKRule(options, geometry) if options.rule == "top-k" else CoverageRule(options, geometry)

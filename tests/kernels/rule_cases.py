@@ -134,10 +134,19 @@ def rule_cases(targets: st.SearchStrategy[float]) -> st.SearchStrategy[RuleCase]
 
 
 def run_rule(
-    rule, name: str, case: RuleCase, path: str, kept_total: torch.Tensor | None = None
+    rule,
+    name: str,
+    case: RuleCase,
+    path: str,
+    kept_total: torch.Tensor | None = None,
+    targets: torch.Tensor | None = None,
 ) -> list[list[list[int]]]:
-    """Runs a rule and returns its lists by request and head, after the checks that hold for every rule."""
-    log_mass, seq_lens, targets = case.tensors()
+    """Runs a rule and returns its lists by request and head, after the checks that hold for every rule.
+
+    `targets` replaces the case's own.
+    """
+    log_mass, seq_lens, own_targets = case.tensors()
+    targets = own_targets if targets is None else targets
     batch, kv_heads, _, capacity = log_mass.shape
     lists = poisoned(batch, kv_heads, capacity, dtype=torch.int32)
     counts = poisoned(batch, kv_heads, dtype=torch.int32)

@@ -126,6 +126,19 @@ def test_gamma_differs_between_requests(path):
 
 @over_paths
 @pytest.mark.parametrize("group", ["average", "every"])
+def test_gamma_differs_between_kv_heads(path, group):
+    case = make_rule_case([320, 300], [0.9, 0.9], group=group)
+    by_head = torch.tensor([[0.3, 0.999], [1.0, 0.8]], device=DEVICE)
+    together = run_rule(coverage_rule, "gamma", case, path, targets=by_head)
+    for head in range(2):
+        case.targets = by_head[:, head].tolist()
+        alone = run_rule(coverage_rule, "gamma", case, path)
+        assert [row[head] for row in together] == [row[head] for row in alone]
+    assert len(together[1][0]) == case.blocks(1) > len(together[1][1])
+
+
+@over_paths
+@pytest.mark.parametrize("group", ["average", "every"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_without_valid_shares_keeps_all(path, group, value):
     case = make_rule_case([320, 320], [0.5, 0.5], group=group)
@@ -222,6 +235,7 @@ def run_long(case, path):
         ({"gamma": torch.zeros(0)}, "gamma has shape"),
         ({"sink_tokens": -1}, "sink_tokens is -1; needed: 0 or more"),
         ({"block_lists": torch.zeros(1, 1, 7, dtype=torch.int32)}, "block_lists has shape"),
+        ({"gamma": torch.zeros(1, 3)}, "gamma has shape"),
         ({"scratch": torch.zeros(1, 1, 8, dtype=torch.int32)}, "scratch has dtype"),
         ({"kept_total": torch.zeros(1, dtype=torch.int32)}, "kept_total has dtype"),
     ],
