@@ -1,0 +1,82 @@
+"""Loading a Hugging Face model with its attention replaced."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_sparse.sglang_compat import HEAD_DIMS, MAX_GROUP_SIZE, TESTED_ARCHITECTURES
+
+ARCHITECTURES = (*TESTED_ARCHITECTURES, "GemmaForCausalLM")
+"""What the harness runs: what the server does, and Gemma, whose attention is alike."""
+
+_names = itertools.count()
+
+
+class CalibrationError(Exception):
+    """Something that was asked for cannot be measured. One line: what, and what to do."""
+
+
+def check_config(config: Any, folder: Path) -> None:
+    """Raises CalibrationError unless the model's attention is of the kind that sparse decode serves."""
+    architecture = (getattr(config, "architectures", None) or ["an unknown architecture"])[0]
+    if architecture not in ARCHITECTURES:
+        raise CalibrationError(f"--model {folder} is {architecture}: use one of {', '.join(ARCHITECTURES)}")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    for wrong, what in (
+        (sliding, "sliding-window attention"),
+        (getattr(config, "attn_logit_softcapping", None), "attention logit soft-capping"),
+        (head_dim not in HEAD_DIMS, f"head dim {head_dim}"),
+        (heads // kv_heads > MAX_GROUP_SIZE, f"{heads // kv_heads} query heads a KV head"),
+    ):
+        if wrong:
+            raise CalibrationError(f"--model {folder} has {what}, which sparse decode does not serve: use another model")
+
+
+def load_config(folder: Path) -> Any:
+    """The checked config of a model folder."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise CalibrationError(f"--model {folder}: there is no config.json: give the folder of a Hugging Face model")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CalibrationError(f"--model {folder}: {' '.join(str(error).split())}") from None
+    check_config(config, folder)
+    return config
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CalibrationError(f"--model {folder}: no tokenizer ({' '.join(str(error).split())[:200]})") from None
+
+
+def load_model(folder: Path, attention: Callable, *, device: torch.device | str, dtype: torch.dtype | None) -> Any:
+    """The model in `dtype` (its own, if None) on `device`; each attention layer calls `attention`.
+
+    Raises CalibrationError if it cannot be loaded or its attention is of another kind.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    load_config(folder)
+    # No mask belongs to a name that transformers does not know: `attention` masks by itself.
+    name = f"sglang_sparse_{next(_names)}"
+    AttentionInterface.register(name, attention)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", attn_implementation=name, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CalibrationError(f"--model {folder}: cannot be loaded ({' '.join(str(error).split())[:300]})") from None
+    return model.to(device).eval()

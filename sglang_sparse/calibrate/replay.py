@@ -1,0 +1,270 @@
+"""Teacher-forced decode of one prompt under any setting, without a server.
+
+A Hugging Face model runs with its attention replaced: prefill is dense and leaves keys and values in paged pools laid out
+as SGLang's; the forced tokens then run in one pass, each as a decode step of its own (a row of the batch) that chooses
+blocks with the server's estimator and rule and attends with the server's kernel. Since layer by layer all tokens write
+their keys before any attends, the pass equals decoding them one after another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sparse_kernels import AttentionWorkspace, sparse_attention
+
+from sglang_sparse.calibrate.candidates import block_log_mass, token_scores
+from sglang_sparse.calibrate.model import load_model
+from sglang_sparse.calibrate.settings import DENSE, Setting
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.options import ModelShape
+from sglang_sparse.selection import make_rule
+from sglang_sparse.selection.coverage import chosen_blocks, head_coverage
+
+FIRST_SLOT = 128
+"""The sequence begins here: a page boundary for every page size, and page 0 is padding, as in SGLang."""
+
+
+@dataclass
+class Pass:
+    """What one pass over N forced tokens gave. All tensors on the CPU."""
+
+    logits: torch.Tensor
+    """`[N, vocabulary]` fp32: after each forced token."""
+    coverage: torch.Tensor
+    """`[layers, N, Hkv, G]`: share of each query head's true mass in the blocks read."""
+    kept: torch.Tensor
+    """`[layers, N, Hkv]`: blocks read ÷ all blocks."""
+    scanned: torch.Tensor
+    """`[layers]`: bytes read to choose ÷ all KV bytes, mean over the tokens."""
+
+    @property
+    def bytes_read(self) -> torch.Tensor:
+        """`[layers]`: (bytes scanned + KV bytes read) ÷ all KV bytes."""
+        return self.kept.mean((1, 2)) + self.scanned
+
+
+class Replay:
+    """A model on `device`, with room for one sequence of `max_tokens`.
+
+    Raises CalibrationError if the model cannot be loaded or is of a kind that sparse decode does not serve.
+    """
+
+    def __init__(self, folder: Path, *, device: torch.device | str, dtype: torch.dtype | None, max_tokens: int) -> None:
+        self.model = load_model(folder, self._attention, device=device, dtype=dtype)
+        config = self.model.config
+        self.device = torch.device(device)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.geometry = Geometry(
+            kv_heads=config.num_key_value_heads,
+            group_size=config.num_attention_heads // config.num_key_value_heads,
+            head_dim=head_dim,
+            dtype=self.model.dtype,
+            page_size=128,
+            block_size=16,
+        )
+        self.layers: int = config.num_hidden_layers
+        self.shape = ModelShape(config.architectures[0], self.layers, self.geometry.kv_heads, head_dim)
+        self.max_tokens = max_tokens
+        slots = FIRST_SLOT + -(-max_tokens // 128) * 128
+        pool = (slots, self.geometry.kv_heads, head_dim)
+        self._k = [torch.zeros(pool, dtype=self.model.dtype, device=device) for _ in range(self.layers)]
+        self._v = [torch.zeros(pool, dtype=self.model.dtype, device=device) for _ in range(self.layers)]
+        self._workspace = AttentionWorkspace.create(
+            num_programs=None, group_size=self.geometry.group_size, head_dim=head_dim, device=device
+        )
+        self._length = 0
+        self._step: _ForcedStep | None = None
+
+    @torch.inference_mode()
+    def prefill(self, tokens: list[int]) -> int:
+        """Runs a prompt densely and keeps its keys and values; returns the greedy next token."""
+        self._length, self._step = 0, None
+        logits = self._run(tokens, logits_to_keep=1)
+        self._length = len(tokens)
+        return int(logits[-1].argmax())
+
+    @torch.inference_mode()
+    def decode_densely(self, first: int, count: int) -> list[int]:
+        """`count` greedy tokens after the prompt, `first` being the first of them. End-of-text does not stop it."""
+        prompt, tokens = self._length, [first]
+        try:
+            while len(tokens) < count:
+                self._step = _ForcedStep(self, DENSE, 1, measure=False)
+                logits = self._run(tokens[-1:])
+                tokens.append(int(logits[-1].argmax()))
+                self._length += 1
+        finally:
+            self._length = prompt
+        return tokens
+
+    @torch.inference_mode()
+    def force(self, tokens: list[int], setting: Setting, measure: bool = True) -> Pass:
+        """Decodes `tokens` after the prompt under a setting. Without `measure`, coverage is left out (all NaN)."""
+        setting.options.check_layers(self.layers)
+        self._step = step = _ForcedStep(self, setting, len(tokens), measure)
+        logits = self._run(tokens)
+        return Pass(logits.cpu(), *step.result())
+
+    def _run(self, tokens: list[int], **arguments: Any) -> torch.Tensor:
+        if self._length + len(tokens) > self.max_tokens:
+            raise ValueError(f"{self._length} + {len(tokens)} tokens exceed the room for {self.max_tokens}")
+        ids = torch.tensor([tokens], device=self.device)
+        positions = torch.arange(self._length, self._length + len(tokens), device=self.device)[None]
+        return self.model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits[0].float()
+
+    def _attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' attention interface: `query [1, Hq, T, D]`, `key`, `value [1, Hkv, T, D]`; `[1, T, Hq, D]`."""
+        layer: Any = module.layer_idx
+        tokens = query.shape[2]
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        slots = slice(FIRST_SLOT + self._length, FIRST_SLOT + self._length + tokens)
+        self._k[layer][slots] = key[0].transpose(0, 1)
+        self._v[layer][slots] = value[0].transpose(0, 1)
+        if self._step is not None:
+            q = query[0].transpose(0, 1).contiguous()
+            return self._step.attend(layer, q, self._k[layer], self._v[layer], scale)[None], None
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(self.geometry.group_size, 1),
+            value.repeat_interleave(self.geometry.group_size, 1),
+            is_causal=True,
+            scale=scale,
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+
+class _ForcedStep:
+    """N decode steps of one request, side by side as the rows of a batch, under one setting."""
+
+    def __init__(self, replay: Replay, setting: Setting, tokens: int, measure: bool) -> None:
+        self._setting = setting
+        self._geometry = g = setting.geometry(replay.geometry)
+        self._workspace = replay._workspace
+        self._measure = measure
+        self._rule = make_rule(setting.options, g)
+        self._estimator = setting.make_estimator(g)
+        self._dense = set(setting.options.dense_layers) if self._rule.needs_mass else set(range(replay.layers))
+        device = replay.device
+        last = replay._length + tokens
+        self._seq_lens = torch.arange(replay._length + 1, last + 1, dtype=torch.int32, device=device)
+        pages = -(-last // g.page_size)
+        first_page = FIRST_SLOT // g.page_size
+        table = torch.arange(first_page, first_page + pages, dtype=torch.int32, device=device)
+        self._page_table = table.expand(tokens, -1).contiguous()
+        self._closed_pages = table[: last // g.page_size]
+        self._pool_pages = replay._k[0].shape[0] // g.page_size
+        self._blocks = pages * g.blocks_per_page
+        shape = (tokens, g.kv_heads, self._blocks)
+        self._log_mass = torch.empty((tokens, g.kv_heads, g.group_size, self._blocks), device=device)
+        self._scratch = torch.empty(shape, device=device)
+        self._lists = torch.empty(shape, dtype=torch.int32, device=device)
+        self._counts = torch.empty(shape[:2], dtype=torch.int32, device=device)
+        self._kept_total = torch.zeros(g.kv_heads, dtype=torch.int64, device=device)
+        self._row_blocks = -(-self._seq_lens // g.block_size)
+        self._coverage = torch.full((replay.layers, tokens, g.kv_heads, g.group_size), float("nan"), device=device)
+        self._kept = torch.ones((replay.layers, *shape[:2]), device=device)
+        self._scanned = torch.zeros(replay.layers)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._coverage.cpu(), self._kept.cpu(), self._scanned
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """`[N, Hq, D]` of `q` `[N, Hq, D]`."""
+        g = self._geometry
+        lists = counts = None
+        if layer not in self._dense:
+            self._select(layer, q, k_pool, scale)
+            lists, counts = self._lists, self._counts
+            self._kept[layer] = counts / self._row_blocks[:, None]
+        out = torch.empty_like(q)
+        sparse_attention(
+            q,
+            k_pool,
+            v_pool,
+            self._page_table,
+            self._seq_lens,
+            lists,
+            counts,
+            scale=scale,
+            page_size=g.page_size,
+            block_size=g.block_size,
+            out=out,
+            workspace=self._workspace,
+        )
+        if lists is None:
+            self._coverage[layer] = 1.0
+        elif self._measure or self._setting.tail:
+            last = FIRST_SLOT + int(self._seq_lens[-1])
+            exact = self._padded(
+                block_log_mass(token_scores(q, k_pool[FIRST_SLOT:last], scale), self._seq_lens, g.block_size)
+            )
+            self._coverage[layer] = head_coverage(exact, self._seq_lens, self._lists, self._counts, g.block_size)
+            if self._setting.tail:
+                out = self._with_tail(out, exact, v_pool[FIRST_SLOT:last])
+        return out
+
+    def _padded(self, mass: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(mass, (0, self._blocks - mass.shape[-1]), value=float("-inf"))
+
+    def _select(self, layer: int, q: torch.Tensor, k_pool: torch.Tensor, scale: float) -> None:
+        setting, g = self._setting, self._geometry
+        summary = self._estimator.allocate(self._pool_pages, q.device)
+        self._estimator.update(k_pool, self._closed_pages, summary)
+        self._estimator.block_mass(
+            q, k_pool, summary, self._page_table, self._seq_lens, scale=scale, min_context=0, out=self._log_mass
+        )
+        if setting.gamma_by_head:
+            thresholds = torch.tensor(setting.gamma_by_head[layer], device=q.device).expand(len(q), -1)
+        else:
+            thresholds = torch.full((len(q),), self._rule.threshold(layer), device=q.device)
+        self._rule.select(
+            self._log_mass,
+            self._seq_lens,
+            thresholds=thresholds,
+            block_lists=self._lists,
+            block_counts=self._counts,
+            scratch=self._scratch,
+            kept_total=self._kept_total,
+        )
+        tokens = self._seq_lens.sum().item()
+        closed = (self._seq_lens // g.page_size * g.page_size).sum().item()
+        scanned = closed * self._estimator.scan_bytes() + (tokens - closed) * g.kv_bytes / 2
+        if setting.tail:
+            # A mean value for each block, in the type of the cache.
+            scanned += closed / g.block_size * g.head_dim * g.dtype.itemsize
+        self._scanned[layer] = scanned / (tokens * g.kv_bytes)
+
+    def _with_tail(self, out: torch.Tensor, exact: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`out` joined with the mean values of the blocks that were not read, weighted by their estimated mass."""
+        g = self._geometry
+        chosen = chosen_blocks(self._lists, self._counts)[:, :, None]
+        inside = (torch.arange(self._blocks, device=out.device) < self._row_blocks[:, None])[:, None, None]
+        read = exact.masked_fill(~(chosen & inside), float("-inf")).logsumexp(-1, keepdim=True)
+        missing = self._log_mass.masked_fill(chosen | ~inside, float("-inf"))
+        weights = torch.cat((read, missing), -1).softmax(-1)
+        values = torch.nn.functional.pad(values.float(), (0, 0, 0, 0, 0, -len(values) % g.block_size))
+        means = values.unflatten(0, (-1, g.block_size)).mean(1)
+        means = torch.nn.functional.pad(means, (0, 0, 0, 0, 0, self._blocks - len(means)))
+        mixed = weights[..., :1] * out.float().view(*weights.shape[:3], -1)
+        mixed += torch.einsum("bhgn,nhd->bhgd", weights[..., 1:], means)
+        return mixed.flatten(1, 2).to(out.dtype)
+
+
+def shape_of(replay: Replay) -> dict[str, Any]:
+    """The model's shape as a JSON object."""
+    return dataclasses.asdict(replay.shape)

@@ -1,0 +1,73 @@
+"""What one measurement varies: the server's options, the page size, and what only the harness can do."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.options import DEFAULT_PAGE_SIZE, SparseDecodeOptions
+from sglang_sparse.selection import Estimator, make_estimator
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode sparsely. Requests of any length are selected from: `min_context` is ignored."""
+
+    options: SparseDecodeOptions
+    page_size: int = DEFAULT_PAGE_SIZE
+    candidate: str | None = None
+    """An estimator of `candidates` instead of the server's; `options.estimator` is then ignored."""
+    gamma_by_head: tuple[tuple[float, ...], ...] = ()
+    """`[layers][KV heads]`, instead of the options' gammas."""
+    tail: bool = False
+    """Answer blocks that are not read by their mean value, weighted by their estimated mass, instead of dropping them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", dataclasses.replace(self.options, min_context=0))
+        self.options.check_page_size(self.page_size)
+
+    @property
+    def estimator(self) -> str:
+        """The estimator's name with everything that changes it."""
+        if self.candidate:
+            name = self.candidate
+        elif self.options.estimator == "thumbnail":
+            name = f"thumbnail-{self.options.thumbnail_bits}bit"
+        else:
+            name = self.options.estimator
+        parts = [name, f"page{self.page_size}", f"block{self.options.block_size}"]
+        parts += ["every"] * (self.options.group == "every") + ["tail"] * self.tail
+        return "/".join(parts)
+
+    @property
+    def rule(self) -> str:
+        o = self.options
+        varied = "-by-head" if self.gamma_by_head else "-by-layer" if o.gamma_by_layer else ""
+        return f"{o.rule}{varied}" + (f"-dense{len(o.dense_layers)}" if o.dense_layers else "")
+
+    @property
+    def value(self) -> float:
+        """What the rule asks for; the mean where it differs by layer or head."""
+        o = self.options
+        if o.rule == "top-k":
+            assert o.top_k is not None
+            return o.top_k
+        if self.gamma_by_head:
+            values = [gamma for layer in self.gamma_by_head for gamma in layer]
+            return sum(values) / len(values)
+        return sum(o.gamma_by_layer) / len(o.gamma_by_layer) if o.gamma_by_layer else o.gamma
+
+    def geometry(self, like: Geometry) -> Geometry:
+        return dataclasses.replace(like, page_size=self.page_size, block_size=self.options.block_size)
+
+    def make_estimator(self, geometry: Geometry) -> Estimator:
+        if self.candidate:
+            from sglang_sparse.calibrate.candidates import make_candidate
+
+            return make_candidate(self.candidate, geometry)
+        return make_estimator(self.options, geometry)
+
+
+DENSE = Setting(SparseDecodeOptions(rule="all"))
+"""Everything is read, through the same code: the yardstick."""
