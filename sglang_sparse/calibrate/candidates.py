@@ -1,7 +1,8 @@
 """Estimators that only the harness knows: what was tried on the way to the server's, in plain torch.
 
 A candidate is written as a scheme that replaces keys by what a low-bit copy would give back (`KeyScheme.reconstruct`),
-with the bytes such a copy would take. They serve one sequence at a time: all rows of a batch must be steps of one request.
+with the bytes such a copy would take. They serve one sequence at a time: all rows of a batch must be steps of one
+request.
 """
 
 from __future__ import annotations
@@ -165,7 +166,9 @@ class CopyEstimator:
     def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
         g = self._geometry
         pages = pages[pages >= 0].long()
-        summary[0][pages] = self._scheme.reconstruct(k_pool.view(-1, g.page_size, g.kv_heads, g.head_dim)[pages].float())
+        summary[0][pages] = self._scheme.reconstruct(
+            k_pool.view(-1, g.page_size, g.kv_heads, g.head_dim)[pages].float()
+        )
 
     def block_mass(
         self,
@@ -208,8 +211,8 @@ class CopyEstimator:
 class ScreenedEstimator:
     """`fine` where it can matter, `coarse` elsewhere: only blocks outside a negligible tail of `coarse` are scanned.
 
-    With an upper bound as `coarse`, blocks are skipped whose bounds together are negligible against the whole mass under
-    `fine`. A kernel could not know that before the scan: this is the most that any bound test could skip. After
+    With an upper bound as `coarse`, blocks are skipped whose bounds together are negligible against the whole mass
+    under `fine`. A kernel could not know that before the scan: this is the most that any bound test could skip. After
     `block_mass`, `scanned` holds what was read.
     """
 

@@ -36,7 +36,9 @@ def check_config(config: Any, folder: Path) -> None:
         (heads // kv_heads > MAX_GROUP_SIZE, f"{heads // kv_heads} query heads a KV head"),
     ):
         if wrong:
-            raise CalibrationError(f"--model {folder} has {what}, which sparse decode does not serve: use another model")
+            raise CalibrationError(
+                f"--model {folder} has {what}, which sparse decode does not serve: use another model"
+            )
 
 
 def load_config(folder: Path) -> Any:

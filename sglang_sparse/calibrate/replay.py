@@ -1,14 +1,13 @@
 """Teacher-forced decode of one prompt under any setting, without a server.
 
-A Hugging Face model runs with its attention replaced: prefill is dense and leaves keys and values in paged pools laid out
-as SGLang's; the forced tokens then run in one pass, each as a decode step of its own (a row of the batch) that chooses
-blocks with the server's estimator and rule and attends with the server's kernel. Since layer by layer all tokens write
+A Hugging Face model runs with its attention replaced: prefill is dense and leaves keys and values in paged pools laid
+out as SGLang's; the forced tokens then run in one pass, each as a decode step of its own (a row of the batch) that
+chooses blocks with the server's estimator and rule and attends with the server's kernel. Since layer by layer all tokens write
 their keys before any attends, the pass equals decoding them one after another.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,10 @@ FIRST_SLOT = 128
 
 @dataclass
 class Pass:
-    """What one pass over N forced tokens gave. All tensors on the CPU."""
+    """What one pass over N forced tokens gave."""
 
     logits: torch.Tensor
-    """`[N, vocabulary]` fp32: after each forced token."""
+    """`[N, vocabulary]` fp32, after each forced token, on the model's device; the rest is on the CPU."""
     coverage: torch.Tensor
     """`[layers, N, Hkv, G]`: share of each query head's true mass in the blocks read."""
     kept: torch.Tensor
@@ -47,13 +46,28 @@ class Pass:
         return self.kept.mean((1, 2)) + self.scanned
 
 
+class Prefix:
+    """A prompt's keys and values after a dense prefill, with room for the tokens to be forced."""
+
+    def __init__(self, replay: Replay, tokens: int, room: int) -> None:
+        g = replay.geometry
+        slots = FIRST_SLOT + -(-(tokens + room) // 128) * 128
+        pool = (replay.layers, slots, g.kv_heads, g.head_dim)
+        self.length = tokens
+        self.room = room
+        self.k = torch.zeros(pool, dtype=g.dtype, device=replay.device)
+        self.v = torch.zeros_like(self.k)
+        self.next_token = -1
+        """Greedy continuation of the prompt."""
+
+
 class Replay:
-    """A model on `device`, with room for one sequence of `max_tokens`.
+    """A model on `device`.
 
     Raises CalibrationError if the model cannot be loaded or is of a kind that sparse decode does not serve.
     """
 
-    def __init__(self, folder: Path, *, device: torch.device | str, dtype: torch.dtype | None, max_tokens: int) -> None:
+    def __init__(self, folder: Path, *, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
         self.model = load_model(folder, self._attention, device=device, dtype=dtype)
         config = self.model.config
         self.device = torch.device(device)
@@ -68,53 +82,55 @@ class Replay:
         )
         self.layers: int = config.num_hidden_layers
         self.shape = ModelShape(config.architectures[0], self.layers, self.geometry.kv_heads, head_dim)
-        self.max_tokens = max_tokens
-        slots = FIRST_SLOT + -(-max_tokens // 128) * 128
-        pool = (slots, self.geometry.kv_heads, head_dim)
-        self._k = [torch.zeros(pool, dtype=self.model.dtype, device=device) for _ in range(self.layers)]
-        self._v = [torch.zeros(pool, dtype=self.model.dtype, device=device) for _ in range(self.layers)]
         self._workspace = AttentionWorkspace.create(
             num_programs=None, group_size=self.geometry.group_size, head_dim=head_dim, device=device
         )
-        self._length = 0
+        self._prefix: Prefix | None = None
+        self._start = 0
         self._step: _ForcedStep | None = None
 
     @torch.inference_mode()
-    def prefill(self, tokens: list[int]) -> int:
-        """Runs a prompt densely and keeps its keys and values; returns the greedy next token."""
-        self._length, self._step = 0, None
-        logits = self._run(tokens, logits_to_keep=1)
-        self._length = len(tokens)
-        return int(logits[-1].argmax())
+    def prefill(self, tokens: list[int], room: int) -> Prefix:
+        """Runs a prompt densely and keeps its keys and values, with room for `room` more tokens."""
+        prefix = Prefix(self, len(tokens), room)
+        logits = self._run(prefix, 0, tokens, None, logits_to_keep=1)
+        prefix.next_token = int(logits[-1].argmax())
+        return prefix
 
     @torch.inference_mode()
-    def decode_densely(self, first: int, count: int) -> list[int]:
-        """`count` greedy tokens after the prompt, `first` being the first of them. End-of-text does not stop it."""
-        prompt, tokens = self._length, [first]
-        try:
-            while len(tokens) < count:
-                self._step = _ForcedStep(self, DENSE, 1, measure=False)
-                logits = self._run(tokens[-1:])
-                tokens.append(int(logits[-1].argmax()))
-                self._length += 1
-        finally:
-            self._length = prompt
+    def decode_densely(self, prefix: Prefix, stop: frozenset[int] = frozenset()) -> list[int]:
+        """Greedy tokens after the prompt, as many as there is room for, or up to the first in `stop`, which is left out
+        unless it is the only one."""
+        tokens = [prefix.next_token]
+        while len(tokens) < prefix.room:
+            at = prefix.length + len(tokens) - 1
+            logits = self._run(prefix, at, tokens[-1:], _ForcedStep(self, DENSE, prefix, at, 1, measure=False))
+            token = int(logits[-1].argmax())
+            if token in stop:
+                break
+            tokens.append(token)
         return tokens
 
     @torch.inference_mode()
-    def force(self, tokens: list[int], setting: Setting, measure: bool = True) -> Pass:
+    def force(self, prefix: Prefix, tokens: list[int], setting: Setting, measure: bool = True) -> Pass:
         """Decodes `tokens` after the prompt under a setting. Without `measure`, coverage is left out (all NaN)."""
         setting.options.check_layers(self.layers)
-        self._step = step = _ForcedStep(self, setting, len(tokens), measure)
-        logits = self._run(tokens)
-        return Pass(logits.cpu(), *step.result())
+        step = _ForcedStep(self, setting, prefix, prefix.length, len(tokens), measure)
+        return Pass(self._run(prefix, prefix.length, tokens, step), *step.result())
 
-    def _run(self, tokens: list[int], **arguments: Any) -> torch.Tensor:
-        if self._length + len(tokens) > self.max_tokens:
-            raise ValueError(f"{self._length} + {len(tokens)} tokens exceed the room for {self.max_tokens}")
+    def _run(
+        self, prefix: Prefix, start: int, tokens: list[int], step: _ForcedStep | None, **arguments: Any
+    ) -> torch.Tensor:
+        """Logits `[T, vocabulary]` of tokens at positions from `start` on."""
+        if start + len(tokens) > prefix.length + prefix.room:
+            raise ValueError(f"{len(tokens)} tokens exceed the prefix's room for {prefix.room}")
+        self._prefix, self._start, self._step = prefix, start, step
         ids = torch.tensor([tokens], device=self.device)
-        positions = torch.arange(self._length, self._length + len(tokens), device=self.device)[None]
-        return self.model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits[0].float()
+        positions = torch.arange(start, start + len(tokens), device=self.device)[None]
+        try:
+            return self.model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits[0].float()
+        finally:
+            self._prefix = self._step = None
 
     def _attention(
         self,
@@ -128,14 +144,16 @@ class Replay:
     ) -> tuple[torch.Tensor, None]:
         """transformers' attention interface: `query [1, Hq, T, D]`, `key`, `value [1, Hkv, T, D]`; `[1, T, Hq, D]`."""
         layer: Any = module.layer_idx
+        assert self._prefix is not None
+        k_pool, v_pool = self._prefix.k[layer], self._prefix.v[layer]
         tokens = query.shape[2]
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        slots = slice(FIRST_SLOT + self._length, FIRST_SLOT + self._length + tokens)
-        self._k[layer][slots] = key[0].transpose(0, 1)
-        self._v[layer][slots] = value[0].transpose(0, 1)
+        slots = slice(FIRST_SLOT + self._start, FIRST_SLOT + self._start + tokens)
+        k_pool[slots] = key[0].transpose(0, 1)
+        v_pool[slots] = value[0].transpose(0, 1)
         if self._step is not None:
             q = query[0].transpose(0, 1).contiguous()
-            return self._step.attend(layer, q, self._k[layer], self._v[layer], scale)[None], None
+            return self._step.attend(layer, q, k_pool, v_pool, scale)[None], None
         out = torch.nn.functional.scaled_dot_product_attention(
             query,
             key.repeat_interleave(self.geometry.group_size, 1),
@@ -149,7 +167,9 @@ class Replay:
 class _ForcedStep:
     """N decode steps of one request, side by side as the rows of a batch, under one setting."""
 
-    def __init__(self, replay: Replay, setting: Setting, tokens: int, measure: bool) -> None:
+    def __init__(
+        self, replay: Replay, setting: Setting, prefix: Prefix, start: int, tokens: int, measure: bool
+    ) -> None:
         self._setting = setting
         self._geometry = g = setting.geometry(replay.geometry)
         self._workspace = replay._workspace
@@ -158,14 +178,14 @@ class _ForcedStep:
         self._estimator = setting.make_estimator(g)
         self._dense = set(setting.options.dense_layers) if self._rule.needs_mass else set(range(replay.layers))
         device = replay.device
-        last = replay._length + tokens
-        self._seq_lens = torch.arange(replay._length + 1, last + 1, dtype=torch.int32, device=device)
+        last = start + tokens
+        self._seq_lens = torch.arange(start + 1, last + 1, dtype=torch.int32, device=device)
         pages = -(-last // g.page_size)
         first_page = FIRST_SLOT // g.page_size
         table = torch.arange(first_page, first_page + pages, dtype=torch.int32, device=device)
         self._page_table = table.expand(tokens, -1).contiguous()
         self._closed_pages = table[: last // g.page_size]
-        self._pool_pages = replay._k[0].shape[0] // g.page_size
+        self._pool_pages = prefix.k.shape[1] // g.page_size
         self._blocks = pages * g.blocks_per_page
         shape = (tokens, g.kv_heads, self._blocks)
         self._log_mass = torch.empty((tokens, g.kv_heads, g.group_size, self._blocks), device=device)
@@ -263,8 +283,3 @@ class _ForcedStep:
         mixed = weights[..., :1] * out.float().view(*weights.shape[:3], -1)
         mixed += torch.einsum("bhgn,nhd->bhgd", weights[..., 1:], means)
         return mixed.flatten(1, 2).to(out.dtype)
-
-
-def shape_of(replay: Replay) -> dict[str, Any]:
-    """The model's shape as a JSON object."""
-    return dataclasses.asdict(replay.shape)

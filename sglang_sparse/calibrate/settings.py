@@ -21,7 +21,7 @@ class Setting:
     gamma_by_head: tuple[tuple[float, ...], ...] = ()
     """`[layers][KV heads]`, instead of the options' gammas."""
     tail: bool = False
-    """Answer blocks that are not read by their mean value, weighted by their estimated mass, instead of dropping them."""
+    """Answer blocks that are not read by their mean value, weighted by their estimated mass, not by nothing."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", dataclasses.replace(self.options, min_context=0))

@@ -1,0 +1,50 @@
+"""Sets of settings to measure side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_sparse.calibrate.search import server_estimators
+from sglang_sparse.calibrate.settings import Setting
+from sglang_sparse.options import SparseDecodeOptions
+
+DEFAULT_GAMMAS = (0.9, 0.95, 0.98, 0.99)
+
+
+def server_grid(base: Setting, gammas: Sequence[float]) -> list[Setting]:
+    """Every estimator of the server at every gamma, `exact` first."""
+    estimators: list[dict[str, Any]] = [{"estimator": "exact"}, *server_estimators()]
+    return [_with(base, gamma=gamma, **estimator) for estimator in estimators for gamma in gammas]
+
+
+def frontier_grid(gammas: Sequence[float]) -> list[Setting]:
+    """What was tried on the way to the default estimator: all estimators, page sizes, block sizes and treatments.
+
+    The sweep over `gammas` is for the main line of candidates; everything else is measured at gamma .95.
+    """
+    options = SparseDecodeOptions()
+    swept = [
+        Setting(dataclasses.replace(options, **estimator))
+        for estimator in ({"estimator": "exact"}, *server_estimators())
+    ]
+    swept += [Setting(options, candidate=name) for name in ("symmetric-2bit", "bound+asymmetric-4bit")]
+    grid = [_with(setting, gamma=gamma) for setting in swept for gamma in gammas]
+    for bits in (2, 3, 4):
+        copy = f"asymmetric-{bits}bit"
+        grid += [Setting(options, page_size=page, candidate=copy) for page in (16, 32, 128)]
+        grid += [Setting(dataclasses.replace(options, block_size=size), candidate=copy) for size in (8, 32)]
+        grid += [Setting(options, candidate=f"{copy}{kind}") for kind in ("-fp8", "-rotated")]
+        grid += [Setting(dataclasses.replace(options, thumbnail_bits=bits, group="every"))]
+        grid += [Setting(dataclasses.replace(options, thumbnail_bits=bits), tail=True)]
+        grid += [Setting(options, candidate=f"mean+{copy}")]
+    grid += [Setting(options, candidate=f"means-{count}-fp8") for count in (2, 4, 8)]
+    grid += [Setting(options, candidate="bound+asymmetric-2bit")]
+    grid += [Setting(dataclasses.replace(options, estimator="mean", block_size=size)) for size in (8, 32)]
+    grid += [Setting(dataclasses.replace(options, estimator="exact", group="every"))]
+    return grid
+
+
+def _with(setting: Setting, **options: Any) -> Setting:
+    return dataclasses.replace(setting, options=dataclasses.replace(setting.options, **options))

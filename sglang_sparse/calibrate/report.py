@@ -1,0 +1,160 @@
+"""Results as JSON, CSV rows, a printed table and a picture. Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_sparse.calibrate.measure import Result
+from sglang_sparse.calibrate.model import CalibrationError
+
+COLUMNS = (
+    "model",
+    "context",
+    "prompts",
+    "estimator",
+    "rule",
+    "value",
+    "kl_mean",
+    "kl_p99",
+    "agreement",
+    "kept",
+    "bytes_read",
+    "coverage_p1",
+    "is_default",
+)
+"""Of benchmarks/fidelity.csv."""
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` make a temporary file beside `path`, and puts it in place when that has succeeded.
+
+    Raises CalibrationError if the folder cannot be written to.
+    """
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot be written ({error.strerror})") from None
+    os.close(handle)
+    try:
+        write(Path(name))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raises CalibrationError if one of the files could not be written: before hours of measuring, not after."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise CalibrationError(f"{path}: cannot be written: give a file in a folder that exists and is writable")
+
+
+def write_json(path: Path, about: Mapping[str, Any], results: Sequence[Result]) -> None:
+    """Everything measured: `about` and each result with its figures by layer and head."""
+    entries = [
+        {
+            **result.row(),
+            "positions": result.positions,
+            "kept_by_head": result.kept_by_head,
+            "coverage_by_head": result.coverage_by_head,
+            "coverage_p1_by_head": result.coverage_p1_by_head,
+            "bytes_by_layer": result.bytes_by_layer,
+        }
+        for result in results
+    ]
+    text = json.dumps({**about, "results": entries}, indent=1)
+    write_whole(path, lambda file: file.write_text(text + "\n"))
+
+
+def append_csv(
+    path: Path, about: Mapping[str, Any], results: Sequence[Result], is_default: Callable[[Result], bool]
+) -> None:
+    """Adds a row for each result; the file, if there is one, must have the same columns."""
+    before = path.read_text() if path.exists() else ""
+    header = ",".join(COLUMNS)
+    if before and before.splitlines()[0] != header:
+        raise CalibrationError(f"--csv {path} has other columns than {header}: give another file")
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    if not before:
+        writer.writeheader()
+    for result in results:
+        row = result.row()
+        figures = {name: f"{row[name]:.6g}" for name in COLUMNS[6:12]}
+        writer.writerow(
+            {
+                "model": about["model"],
+                "context": about["context"],
+                "prompts": result.prompts,
+                **{name: row[name] for name in ("estimator", "rule", "value")},
+                **figures,
+                "is_default": int(is_default(result)),
+            }
+        )
+    if before and not before.endswith("\n"):
+        before += "\n"
+    write_whole(path, lambda file: file.write_text(before + text.getvalue()))
+
+
+def table(results: Sequence[Result]) -> str:
+    """A table for the terminal, a line each."""
+    lines = [
+        f"{'estimator':44} {'rule':18} {'value':>6} {'KL mean':>9} {'KL p99':>8} {'KL max':>8} {'top-1':>6} "
+        f"{'cover':>6} {'p1':>6} {'kept':>6} {'bytes':>6}"
+    ]
+    lines += [
+        f"{r.setting.estimator:44} {r.setting.rule:18} {r.setting.value:6.3f} {r.kl_mean:9.6f} {r.kl_p99:8.5f} "
+        f"{r.kl_max:8.5f} {r.agreement:6.3f} {r.coverage_mean:6.3f} {r.coverage_p1:6.3f} {r.kept:6.3f} "
+        f"{r.bytes_read:6.3f}"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+def plotting() -> Any:
+    """matplotlib's pyplot for files; raises CalibrationError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise CalibrationError("--plot needs matplotlib: pip install 'sglang-sparse[eval]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot(path: Path, about: Mapping[str, Any], results: Sequence[Result], shown: Result) -> None:
+    """A PNG: bytes read against KL, a line for each estimator, and `shown`'s kept blocks by layer and KV head."""
+    pyplot = plotting()
+    figure, (curve, heat) = pyplot.subplots(1, 2, figsize=(13, 5.5), width_ratios=(3, 2))
+    lines: dict[str, list[Result]] = {}
+    for result in results:
+        lines.setdefault(f"{result.setting.estimator} {result.setting.rule}", []).append(result)
+    for name, group in lines.items():
+        group.sort(key=lambda result: result.bytes_read)
+        # A KL of 0 has no place on a logarithmic axis.
+        curve.plot([r.bytes_read for r in group], [max(r.kl_mean, 1e-7) for r in group], marker="o", ms=3, label=name)
+    curve.set(yscale="log", xlabel="bytes read ÷ all KV bytes", ylabel="mean KL to dense, nats")
+    curve.set_title(f"{about['model']}, {about['context']} tokens, {about['prompts']} prompts")
+    curve.grid(alpha=0.3)
+    curve.legend(fontsize=6)
+    image = heat.imshow(shown.kept_by_head, aspect="auto", vmin=0, cmap="viridis")
+    heat.set(xlabel="KV head", ylabel="layer")
+    heat.set_title(f"blocks kept: {shown.setting.estimator} {shown.setting.value:g}", fontsize=9)
+    figure.colorbar(image, ax=heat)
+    figure.tight_layout()
+    try:
+        write_whole(path, lambda file: figure.savefig(file, dpi=130))
+    finally:
+        pyplot.close(figure)
