@@ -2,8 +2,8 @@
 
 A Hugging Face model runs with its attention replaced: prefill is dense and leaves keys and values in paged pools laid
 out as SGLang's; the forced tokens then run in one pass, each as a decode step of its own (a row of the batch) that
-chooses blocks with the server's estimator and rule and attends with the server's kernel. Since layer by layer all tokens write
-their keys before any attends, the pass equals decoding them one after another.
+chooses blocks with the server's estimator and rule and attends with the server's kernel. Since layer by layer all
+tokens write their keys before any attends, the pass equals decoding them one after another.
 """
 
 from __future__ import annotations
