@@ -17,6 +17,9 @@ HELP = """Measures what sparse decode reads and how far its next-token distribut
 and prompts of your own. With --target-kl it finds the setting that reads the fewest bytes within that mean KL and
 writes it as a config for --sparse-decode-config. Runs the model with transformers, on the GPU if there is one."""
 
+DTYPE_HELP = """what to compute in (default: float32, so that KL shows what was not read, and no rounding); bytes are
+counted for the served KV cache in any case"""
+
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m sglang_sparse.calibrate", description=HELP)
@@ -42,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, help="PNG file to write: bytes read against KL, and kept blocks by layer and head")
     add("--csv", type=Path, help="CSV file to append a row for each setting to")
     add("--device", help="cuda or cpu (default: cuda if there is one)")
-    add("--dtype", choices=("float32", "float16", "bfloat16"), help="of weights and KV cache (default: the model's)")
+    add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help=DTYPE_HELP)
     add("--seed", type=int, default=0, help="of the generated prompts (default: %(default)s)")
     return made
 
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         )
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        replay = Replay(args.model, device=device, dtype=getattr(torch, args.dtype) if args.dtype else None)
+        replay = Replay(args.model, device=device, dtype=getattr(torch, args.dtype))
     except RuntimeError as error:
         raise CalibrationError(f"--device {device}: {str(error).splitlines()[0]}") from None
     stop = frozenset({tokenizer.eos_token_id} - {None})

@@ -37,7 +37,7 @@ def frontier_grid(gammas: Sequence[float]) -> list[Setting]:
         grid += [Setting(dataclasses.replace(options, block_size=size), candidate=copy) for size in (8, 32)]
         grid += [Setting(options, candidate=f"{copy}{kind}") for kind in ("-fp8", "-rotated")]
         grid += [Setting(dataclasses.replace(options, thumbnail_bits=bits, group="every"))]
-        grid += [Setting(dataclasses.replace(options, thumbnail_bits=bits), tail=True)]
+        grid += [Setting(dataclasses.replace(options, thumbnail_bits=bits), tail=tail) for tail in (16, 64, 256)]
         grid += [Setting(options, candidate=f"mean+{copy}")]
     grid += [Setting(options, candidate=f"means-{count}-fp8") for count in (2, 4, 8)]
     grid += [Setting(options, candidate="bound+asymmetric-2bit")]

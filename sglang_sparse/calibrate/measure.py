@@ -27,6 +27,8 @@ class Result:
     kl_mean: float
     kl_p99: float
     kl_max: float
+    kl_by_prompt: dict[str, float]
+    """Mean of each prompt."""
     agreement: float
     """Share of positions with dense decode's most likely token."""
     coverage_mean: float
@@ -77,6 +79,7 @@ class Tally:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self._names: list[str] = []
         self._kl: list[torch.Tensor] = []
         self._agreement: list[torch.Tensor] = []
         self._coverage: list[torch.Tensor] = []
@@ -85,6 +88,7 @@ class Tally:
 
     def add(self, reference: Reference, made: Pass) -> None:
         dense, sparse = reference.log_probs, made.logits.log_softmax(-1)
+        self._names.append(reference.prompt.name)
         self._kl.append((dense.exp() * (dense - sparse)).sum(-1).clamp_min(0).double().cpu())
         self._agreement.append((dense.argmax(-1) == sparse.argmax(-1)).cpu())
         self._coverage.append(made.coverage)
@@ -102,6 +106,7 @@ class Tally:
             kl_mean=kl.mean().item(),
             kl_p99=kl.quantile(0.99).item(),
             kl_max=kl.max().item(),
+            kl_by_prompt={name: part.mean().item() for name, part in zip(self._names, self._kl, strict=True)},
             agreement=agreement.double().mean().item(),
             coverage_mean=coverage.mean().item(),
             coverage_p1=_quantile(coverage.flatten(), 0.01).item(),

@@ -8,6 +8,7 @@ tokens write their keys before any attends, the pass equals decoding them one af
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from sparse_kernels import AttentionWorkspace, sparse_attention
 
-from sglang_sparse.calibrate.candidates import block_log_mass, token_scores
+from sglang_sparse.calibrate.candidates import ScreenedEstimator, block_log_mass, token_scores
 from sglang_sparse.calibrate.model import load_model
 from sglang_sparse.calibrate.settings import DENSE, Setting
 from sglang_sparse.geometry import Geometry
@@ -80,6 +81,8 @@ class Replay:
             page_size=128,
             block_size=16,
         )
+        self.served_dtype = torch.float16 if config.dtype == torch.float16 else torch.bfloat16
+        """Of the KV cache that a server would have; bytes are counted in it."""
         self.layers: int = config.num_hidden_layers
         self.shape = ModelShape(config.architectures[0], self.layers, self.geometry.kv_heads, head_dim)
         self._workspace = AttentionWorkspace.create(
@@ -176,6 +179,9 @@ class _ForcedStep:
         self._measure = measure
         self._rule = make_rule(setting.options, g)
         self._estimator = setting.make_estimator(g)
+        # Bytes are those of the served cache, whatever type is computed in.
+        self._served = dataclasses.replace(g, dtype=replay.served_dtype)
+        self._charged = setting.make_estimator(self._served)
         self._dense = set(setting.options.dense_layers) if self._rule.needs_mass else set(range(replay.layers))
         device = replay.device
         last = start + tokens
@@ -208,7 +214,7 @@ class _ForcedStep:
         g = self._geometry
         lists = counts = None
         if layer not in self._dense:
-            self._select(layer, q, k_pool, scale)
+            self._select(layer, q, k_pool, v_pool, scale)
             lists, counts = self._lists, self._counts
             self._kept[layer] = counts / self._row_blocks[:, None]
         out = torch.empty_like(q)
@@ -241,19 +247,24 @@ class _ForcedStep:
     def _padded(self, mass: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(mass, (0, self._blocks - mass.shape[-1]), value=float("-inf"))
 
-    def _select(self, layer: int, q: torch.Tensor, k_pool: torch.Tensor, scale: float) -> None:
+    def _select(self, layer: int, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float) -> None:
         setting, g = self._setting, self._geometry
         summary = self._estimator.allocate(self._pool_pages, q.device)
         self._estimator.update(k_pool, self._closed_pages, summary)
         self._estimator.block_mass(
             q, k_pool, summary, self._page_table, self._seq_lens, scale=scale, min_context=0, out=self._log_mass
         )
+        log_mass = self._log_mass
+        if setting.value_norm:
+            norms = v_pool[FIRST_SLOT : FIRST_SLOT + self._blocks * g.block_size].float().norm(dim=-1)
+            weight = norms.unflatten(0, (-1, g.block_size)).mean(1).clamp_min(1e-9).log()
+            log_mass = log_mass + weight.T[:, None]
         if setting.gamma_by_head:
             thresholds = torch.tensor(setting.gamma_by_head[layer], device=q.device).expand(len(q), -1)
         else:
             thresholds = torch.full((len(q),), self._rule.threshold(layer), device=q.device)
         self._rule.select(
-            self._log_mass,
+            log_mass,
             self._seq_lens,
             thresholds=thresholds,
             block_lists=self._lists,
@@ -263,11 +274,15 @@ class _ForcedStep:
         )
         tokens = self._seq_lens.sum().item()
         closed = (self._seq_lens // g.page_size * g.page_size).sum().item()
-        scanned = closed * self._estimator.scan_bytes() + (tokens - closed) * g.kv_bytes / 2
+        served, charged = self._served, self._charged
+        if isinstance(charged, ScreenedEstimator):
+            assert isinstance(self._estimator, ScreenedEstimator)
+            charged.scanned = self._estimator.scanned
+        scanned = closed * charged.scan_bytes() + (tokens - closed) * served.kv_bytes / 2
         if setting.tail:
-            # A mean value for each block, in the type of the cache.
-            scanned += closed / g.block_size * g.head_dim * g.dtype.itemsize
-        self._scanned[layer] = scanned / (tokens * g.kv_bytes)
+            # A mean value for so many tokens, in the type of the cache.
+            scanned += closed / setting.tail * served.head_dim * served.dtype.itemsize
+        self._scanned[layer] = scanned / (tokens * served.kv_bytes)
 
     def _with_tail(self, out: torch.Tensor, exact: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`out` joined with the mean values of the blocks that were not read, weighted by their estimated mass."""
@@ -277,8 +292,12 @@ class _ForcedStep:
         read = exact.masked_fill(~(chosen & inside), float("-inf")).logsumexp(-1, keepdim=True)
         missing = self._log_mass.masked_fill(chosen | ~inside, float("-inf"))
         weights = torch.cat((read, missing), -1).softmax(-1)
-        values = torch.nn.functional.pad(values.float(), (0, 0, 0, 0, 0, -len(values) % g.block_size))
-        means = values.unflatten(0, (-1, g.block_size)).mean(1)
+        size = self._setting.tail
+        positions = torch.arange(0, -(-len(values) // size) * size, size, device=out.device)
+        tokens = (len(values) - positions).clamp_max(size)[:, None, None]
+        values = torch.nn.functional.pad(values.float(), (0, 0, 0, 0, 0, -len(values) % size))
+        means = values.unflatten(0, (-1, size)).sum(1) / tokens
+        means = means.repeat_interleave(size // g.block_size, 0)[: self._blocks]
         means = torch.nn.functional.pad(means, (0, 0, 0, 0, 0, self._blocks - len(means)))
         mixed = weights[..., :1] * out.float().view(*weights.shape[:3], -1)
         mixed += torch.einsum("bhgn,nhd->bhgd", weights[..., 1:], means)

@@ -66,6 +66,7 @@ def write_json(path: Path, about: Mapping[str, Any], results: Sequence[Result]) 
         {
             **result.row(),
             "positions": result.positions,
+            "kl_by_prompt": result.kl_by_prompt,
             "kept_by_head": result.kept_by_head,
             "coverage_by_head": result.coverage_by_head,
             "coverage_p1_by_head": result.coverage_p1_by_head,

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from sglang_sparse.geometry import Geometry
-from sglang_sparse.options import DEFAULT_PAGE_SIZE, SparseDecodeOptions
+from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
 from sglang_sparse.selection import Estimator, make_estimator
 
 
@@ -20,12 +20,17 @@ class Setting:
     """An estimator of `candidates` instead of the server's; `options.estimator` is then ignored."""
     gamma_by_head: tuple[tuple[float, ...], ...] = ()
     """`[layers][KV heads]`, instead of the options' gammas."""
-    tail: bool = False
-    """Answer blocks that are not read by their mean value, weighted by their estimated mass, not by nothing."""
+    tail: int = 0
+    """Blocks that are not read are answered by the mean value of so many tokens around them, weighted by their
+    estimated mass; 0 drops them."""
+    value_norm: bool = False
+    """Blocks weigh their mass times the mean norm of their values, in what the rule has to cover."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", dataclasses.replace(self.options, min_context=0))
         self.options.check_page_size(self.page_size)
+        if self.tail % self.options.block_size:
+            raise OptionsError(f"tail is {self.tail}: give a multiple of the block size {self.options.block_size}")
 
     @property
     def estimator(self) -> str:
@@ -37,7 +42,11 @@ class Setting:
         else:
             name = self.options.estimator
         parts = [name, f"page{self.page_size}", f"block{self.options.block_size}"]
-        parts += ["every"] * (self.options.group == "every") + ["tail"] * self.tail
+        parts += (
+            ["every"] * (self.options.group == "every")
+            + [f"tail{self.tail}"] * bool(self.tail)
+            + ["value-norm"] * self.value_norm
+        )
         return "/".join(parts)
 
     @property
