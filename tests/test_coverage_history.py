@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 
 from sglang_sparse.observe.coverage_history import BUCKETS, MARGIN, WINDOW, CoverageHistory
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return caplog.records
 
 
 def test_nothing_was_found_before_the_first_sample() -> None:
@@ -60,12 +54,12 @@ def fill(history: CoverageHistory, value: float, samples: int = WINDOW, layer: i
         history.add(layer, [value, value])
 
 
-def test_low_coverage_is_told_once_a_crossing(warnings: list[logging.LogRecord]) -> None:
+def test_low_coverage_is_told_once_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
     history = CoverageHistory(0.9)
     for layer, value in ((5, 0.7), (2, 0.8), (7, 0.6), (1, 0.89)):
         fill(history, value, WINDOW // 4, layer)
-    assert len(warnings) == 1
-    line = warnings[0].getMessage()
+    assert len(caplog.messages) == 1
+    line = caplog.messages[0]
     for part in (
         "--sparse-decode-gamma 0.9",
         "--sparse-decode-thumbnail-bits",
@@ -76,20 +70,20 @@ def test_low_coverage_is_told_once_a_crossing(warnings: list[logging.LogRecord])
         assert part in line
     assert "\n" not in line
     fill(history, 0.6)
-    assert len(warnings) == 1
+    assert len(caplog.messages) == 1
     fill(history, 0.95)
     fill(history, 0.6)
-    assert len(warnings) == 2
+    assert len(caplog.messages) == 2
 
 
-def test_a_window_that_is_not_full_or_within_the_margin_is_not_told(warnings: list[logging.LogRecord]) -> None:
+def test_a_window_that_is_not_full_or_within_the_margin_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     history = CoverageHistory(0.9)
     fill(history, 0.1, WINDOW - 1)
     history = CoverageHistory(0.9)
     fill(history, 0.9 - MARGIN + 1e-6)
-    assert warnings == []
+    assert caplog.messages == []
 
 
-def test_a_rule_without_a_coverage_is_never_told(warnings: list[logging.LogRecord]) -> None:
+def test_a_rule_without_a_coverage_is_never_told(caplog: pytest.LogCaptureFixture) -> None:
     fill(CoverageHistory(None), 0.1)
-    assert warnings == []
+    assert caplog.messages == []

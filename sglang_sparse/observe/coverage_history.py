@@ -108,8 +108,9 @@ class CoverageHistory:
             worst = self._worst_layers()[:WORST_LAYERS]
             logger.warning(
                 "Sparse decode: the audited coverage is %.3f on average over the last %d samples, "
-                "below --sparse-decode-gamma %g by more than %g: raise --sparse-decode-thumbnail-bits or "
-                "--sparse-decode-gamma, or give --sparse-decode-dense-layers %s (the worst layers: %s)",
+                "below --sparse-decode-gamma %g by more than %g: raise --sparse-decode-gamma, raise "
+                "--sparse-decode-thumbnail-bits if it is below 4, or name the worst layers with "
+                "--sparse-decode-dense-layers %s (%s)",
                 mean,
                 WINDOW,
                 self._gamma,
