@@ -10,7 +10,7 @@ from sglang_sparse.observe.coverage_history import BUCKETS, MARGIN, WINDOW, Cove
 
 
 def test_nothing_was_found_before_the_first_sample() -> None:
-    assert CoverageHistory(0.95).report() == {
+    assert CoverageHistory(lambda layer: 0.95).report() == {
         "samples": 0,
         "mean_coverage": None,
         "worst_layer": None,
@@ -19,7 +19,7 @@ def test_nothing_was_found_before_the_first_sample() -> None:
 
 
 def test_values_land_in_the_bucket_of_their_upper_bound() -> None:
-    history = CoverageHistory(0.95)
+    history = CoverageHistory(lambda layer: 0.95)
     history.add(4, [0.1, 0.95, 0.9500001, 1.0000002])
     history.add(1, [0.5])
     report = json.loads(json.dumps(history.report()))
@@ -35,7 +35,7 @@ def test_values_land_in_the_bucket_of_their_upper_bound() -> None:
 
 
 def test_samples_that_are_not_finite_are_dropped() -> None:
-    history = CoverageHistory(0.95)
+    history = CoverageHistory(lambda layer: 0.95)
     history.add(0, [0.9, float("nan")])
     assert history.report()["samples"] == 0
     assert history.take_unread() == []
@@ -55,17 +55,16 @@ def fill(history: CoverageHistory, value: float, samples: int = WINDOW, layer: i
 
 
 def test_low_coverage_is_told_once_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
-    history = CoverageHistory(0.9)
+    history = CoverageHistory(lambda layer: 0.9)
     for layer, value in ((5, 0.7), (2, 0.8), (7, 0.6), (1, 0.89)):
         fill(history, value, WINDOW // 4, layer)
     assert len(caplog.messages) == 1
     line = caplog.messages[0]
     for part in (
-        "--sparse-decode-gamma 0.9",
+        f"over the last {WINDOW} audited samples, the blocks read cover {0.9 - (0.7 + 0.8 + 0.6 + 0.89) / 4:.3f} less",
+        "--sparse-decode-gamma",
         "--sparse-decode-thumbnail-bits",
-        "--sparse-decode-dense-layers 2,5,7",
-        "7 with 0.600, 5 with 0.700, 2 with 0.800",
-        f"{(0.7 + 0.8 + 0.6 + 0.89) / 4:.3f} on average over the last {WINDOW} samples",
+        "--sparse-decode-dense-layers 2,5,7 (coverage: 0.600 in layer 7, 0.700 in layer 5, 0.800 in layer 2)",
     ):
         assert part in line
     assert "\n" not in line
@@ -77,11 +76,19 @@ def test_low_coverage_is_told_once_a_crossing(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_window_that_is_not_full_or_within_the_margin_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    history = CoverageHistory(0.9)
+    history = CoverageHistory(lambda layer: 0.9)
     fill(history, 0.1, WINDOW - 1)
-    history = CoverageHistory(0.9)
+    history = CoverageHistory(lambda layer: 0.9)
     fill(history, 0.9 - MARGIN + 1e-6)
     assert caplog.messages == []
+
+
+def test_each_layer_has_its_own_gamma(caplog: pytest.LogCaptureFixture) -> None:
+    history = CoverageHistory([0.5, 0.9].__getitem__)
+    fill(history, 0.6, layer=0)
+    assert caplog.messages == []
+    fill(history, 0.6, layer=1)
+    assert len(caplog.messages) == 1
 
 
 def test_a_rule_without_a_coverage_is_never_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ class CoverageAudit:
         self._is_armed = False
         self._pending: tuple[int, int] | None = None
         self._arriving: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
-        self._history = CoverageHistory(step.options.gamma if step.rule.name == "coverage" else None)
+        self._history = CoverageHistory(step.rule.threshold if step.rule.name == "coverage" else None)
 
         # Own buffers, so that no launch differs in alignment from the first: Triton would compile it anew.
         g, table = step.geometry, step.buffers.page_table

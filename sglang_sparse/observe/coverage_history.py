@@ -6,6 +6,7 @@ import bisect
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -14,10 +15,10 @@ BUCKETS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.
 """Upper bounds of the histograms' buckets, inclusive."""
 
 WINDOW = 64
-"""Samples whose mean is compared with gamma; at the default rate, the last 64,000 steps or so."""
+"""Samples whose mean coverage is compared with gamma; at the default rate, those of some 64,000 steps."""
 
 MARGIN = 0.02
-"""How far the window's mean may lie below gamma. Estimates err in both directions: gamma is met on average at best."""
+"""How far coverage may lie below gamma on average over the window. A single sample may lie further below."""
 
 WORST_LAYERS = 3
 """Layers that the warning names, at most."""
@@ -47,14 +48,14 @@ class CoverageHistory:
     """Coverage by layer since the start, one value a KV head and sample.
 
     Args:
-        gamma: the coverage that the rule aims at; None if it aims at none, and then nothing is ever warned of.
+        gamma_of: the coverage that the rule aims at in a layer; None if it aims at none: then there is no warning.
     """
 
-    def __init__(self, gamma: float | None) -> None:
-        self._gamma = gamma
+    def __init__(self, gamma_of: Callable[[int], float] | None) -> None:
+        self._gamma_of = gamma_of
         self._layers: dict[int, _LayerHistory] = {}
         self._samples = 0
-        self._window: deque[float] = deque(maxlen=WINDOW)
+        self._shortfalls: deque[float] = deque(maxlen=WINDOW)
         self._low = False
         self._unread: deque[tuple[int, list[float]]] = deque(maxlen=_UNREAD)
 
@@ -67,8 +68,9 @@ class CoverageHistory:
         self._samples += 1
         self._layers.setdefault(layer, _LayerHistory()).add(values)
         self._unread.append((layer, values))
-        self._window.append(sum(values) / len(values))
-        self._watch()
+        if self._gamma_of is not None:
+            self._shortfalls.append(self._gamma_of(layer) - sum(values) / len(values))
+            self._watch()
 
     def take_unread(self) -> list[tuple[int, list[float]]]:
         """Layer and coverage of the samples since the last call, at most 1024."""
@@ -99,22 +101,21 @@ class CoverageHistory:
         return sorted(self._layers, key=lambda number: self._layers[number].mean)
 
     def _watch(self) -> None:
-        """Warns once when the mean of a full window falls below gamma by more than the margin."""
-        if self._gamma is None or len(self._window) < WINDOW:
+        """Warns once when coverage, over a full window, falls below gamma by more than the margin."""
+        if len(self._shortfalls) < WINDOW:
             return
-        mean = sum(self._window) / WINDOW
-        was_low, self._low = self._low, mean < self._gamma - MARGIN
+        shortfall = sum(self._shortfalls) / WINDOW
+        was_low, self._low = self._low, shortfall > MARGIN
         if self._low and not was_low:
             worst = self._worst_layers()[:WORST_LAYERS]
             logger.warning(
-                "Sparse decode: the audited coverage is %.3f on average over the last %d samples, "
-                "below --sparse-decode-gamma %g by more than %g: raise --sparse-decode-gamma, raise "
-                "--sparse-decode-thumbnail-bits if it is below 4, or name the worst layers with "
-                "--sparse-decode-dense-layers %s (%s)",
-                mean,
+                "Sparse decode: over the last %d audited samples, the blocks read cover %.3f less of the attention "
+                "mass than --sparse-decode-gamma asks for (tolerated: %g): raise --sparse-decode-gamma, raise "
+                "--sparse-decode-thumbnail-bits if it is below 4, or let the worst layers read everything with "
+                "--sparse-decode-dense-layers %s (coverage: %s)",
                 WINDOW,
-                self._gamma,
+                shortfall,
                 MARGIN,
                 ",".join(map(str, sorted(worst))),
-                ", ".join(f"{number} with {self._layers[number].mean:.3f}" for number in worst),
+                ", ".join(f"{self._layers[number].mean:.3f} in layer {number}" for number in worst),
             )
