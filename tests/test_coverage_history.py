@@ -64,7 +64,7 @@ def test_low_coverage_is_told_once_a_crossing(caplog: pytest.LogCaptureFixture) 
         f"over the last {WINDOW} audited samples, the blocks read cover {0.9 - (0.7 + 0.8 + 0.6 + 0.89) / 4:.3f} less",
         "--sparse-decode-gamma",
         "--sparse-decode-thumbnail-bits",
-        "--sparse-decode-dense-layers 2,5,7 (coverage: 0.600 in layer 7, 0.700 in layer 5, 0.800 in layer 2)",
+        "--sparse-decode-dense-layers: 2,5,7 (coverage: 0.600 in layer 7, 0.700 in layer 5, 0.800 in layer 2)",
     ):
         assert part in line
     assert "\n" not in line
@@ -87,8 +87,10 @@ def test_each_layer_has_its_own_gamma(caplog: pytest.LogCaptureFixture) -> None:
     history = CoverageHistory([0.5, 0.9].__getitem__)
     fill(history, 0.6, layer=0)
     assert caplog.messages == []
-    fill(history, 0.6, layer=1)
+    assert history.report()["worst_layer"] == 0
+    fill(history, 0.7, layer=1)
     assert len(caplog.messages) == 1
+    assert history.report()["worst_layer"] == 1
 
 
 def test_a_rule_without_a_coverage_is_never_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -98,7 +98,9 @@ class CoverageHistory:
         }
 
     def _worst_layers(self) -> list[int]:
-        return sorted(self._layers, key=lambda number: self._layers[number].mean)
+        """Layers from the one whose coverage lies furthest below what the rule aims at, if it aims at one."""
+        aim = self._gamma_of or (lambda layer: 1.0)
+        return sorted(self._layers, key=lambda number: self._layers[number].mean - aim(number))
 
     def _watch(self) -> None:
         """Warns once when coverage, over a full window, falls below gamma by more than the margin."""
@@ -111,8 +113,8 @@ class CoverageHistory:
             logger.warning(
                 "Sparse decode: over the last %d audited samples, the blocks read cover %.3f less of the attention "
                 "mass than --sparse-decode-gamma asks for (tolerated: %g): raise --sparse-decode-gamma, raise "
-                "--sparse-decode-thumbnail-bits if it is below 4, or let the worst layers read everything with "
-                "--sparse-decode-dense-layers %s (coverage: %s)",
+                "--sparse-decode-thumbnail-bits if it is below 4, or add the worst layers to "
+                "--sparse-decode-dense-layers: %s (coverage: %s)",
                 WINDOW,
                 shortfall,
                 MARGIN,
