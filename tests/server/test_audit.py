@@ -77,3 +77,21 @@ def test_every_step_can_be_audited_and_the_answers_are_the_same(start_server: An
         assert series[name]["sum"] == pytest.approx(layer["count"] * layer["mean"])
         below = sum(count for bound, count in layer["histogram"].items() if float(bound) <= 0.8)
         assert series[name]["bucket 0.8"] == below
+
+
+def test_exact_masses_always_reach_gamma_while_pages_are_reused(start_server: Any, random_llama: Path) -> None:
+    """Requests come and go in a pool that holds few of them. A page measured too late would hold other keys."""
+    server = start_server(
+        random_llama,
+        *FLAGS[:-6],
+        *("--sparse-decode-gamma", "0.81", "--sparse-decode-estimator", "exact", "--sparse-decode-audit-rate", "1"),
+        *("--page-size", "32", "--chunked-prefill-size", "256", "--max-total-tokens", "4096", "--disable-radix-cache"),
+    )
+    generator = random.Random(2)
+    asked = [[generator.randrange(256) for _ in range(generator.randrange(150, 900))] for _ in range(40)]
+    server.generate_many(asked, 4, at_once=3)
+    info = server.sparse_info()
+    assert info["kept_fraction"] < 0.95
+    assert info["audit"]["samples"] > 20
+    for layer in info["audit"]["by_layer"].values():
+        assert all(count == 0 for bound, count in layer["histogram"].items() if float(bound) <= 0.8), layer
