@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_sparse import sglang_compat
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry
+from sglang_sparse.observe.audit import CoverageAudit
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.prefill import check_prefill, summarise_prefill
 
@@ -58,6 +59,10 @@ class SparseDecodeBackend(AttentionBackend):
             max_pages=-(-width // pool.page_size),
             device=pool.device,
         )
+        self.audit: CoverageAudit | None = None
+        if self.step.tap is not None:
+            scales = [layer.scaling for layer in layers]
+            self.audit = CoverageAudit(self.step, key_pool=pool.get_key_buffer, scales=scales)
         self._prefill_backend: AttentionBackend | None = None
         logger.info(
             "Sparse decode: %d of %d layers, estimator %s, rule %s, page %d, block %d; "
@@ -74,7 +79,8 @@ class SparseDecodeBackend(AttentionBackend):
 
     def attach_prefill(self, prefill_backend: AttentionBackend) -> None:
         """Makes SGLang's prefill backend keep the summaries of the pages it writes."""
-        summarise_prefill(prefill_backend, self.step.summaries, self.step.geometry.page_size)
+        before_chunk = {} if self.audit is None else {"before_chunk": self.audit.finish}
+        summarise_prefill(prefill_backend, self.step.summaries, self.step.geometry.page_size, **before_chunk)
         self._prefill_backend = prefill_backend
 
     # SGLang's metadata contract: host work outside the graph, recorded work inside it.
@@ -95,6 +101,8 @@ class SparseDecodeBackend(AttentionBackend):
             raise RuntimeError("sparse decode is not attached to the prefill backend: page summaries would be missing")
         if not in_capture:
             check_prefill(self._prefill_backend, self._layers)
+            if self.audit is not None:
+                self.audit.before_step(sglang_compat.real_requests(forward_batch))
         batch = forward_batch.batch_size
         self.step.buffers.load(
             self._req_to_token, forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch]

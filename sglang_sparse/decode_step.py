@@ -6,7 +6,7 @@ Nothing here allocates, waits for the device or branches on data, so that a step
 from __future__ import annotations
 
 import torch
-from sparse_kernels import sparse_attention
+from sparse_kernels import SelectionTap, TapPoint, sparse_attention
 
 from sglang_sparse.buffers import DecodeBuffers
 from sglang_sparse.geometry import Geometry
@@ -52,6 +52,16 @@ class DecodeStep:
             selects=bool(self.sparse_layers),
             device=device,
         )
+        self.tap: SelectionTap | None = None
+        if options.audit_rate > 0 and self.sparse_layers:
+            self.tap = SelectionTap.create(
+                kv_heads=geometry.kv_heads,
+                group_size=geometry.group_size,
+                head_dim=geometry.head_dim,
+                capacity=max_pages * geometry.blocks_per_page,
+                dtype=geometry.dtype,
+                device=device,
+            )
         self.counters = DecodeCounters(
             geometry,
             layers=layers,
@@ -120,6 +130,7 @@ class DecodeStep:
                 block_counts=block_counts,
                 scratch=b.scratch[rows],
                 kept_total=self.counters.kept_blocks[layer],
+                tap=TapPoint(self.tap, layer, q, first_row=turn.start) if self.tap is not None else None,
             )
         sparse_attention(
             q,

@@ -23,6 +23,15 @@ def requests_per_turn(geometry: Geometry, max_pages: int, max_requests: int) -> 
     return max(1, min(max_requests, MAX_STEP_BYTES // step_bytes_per_request(geometry, max_pages)))
 
 
+def audit_bytes(geometry: Geometry, max_pages: int) -> int:
+    """Bytes that the live audit of a request of `max_pages` pages needs.
+
+    Lists and their indices, one page table, the log masses, and up to four tensors of their size for the coverage.
+    """
+    blocks = max_pages * geometry.blocks_per_page
+    return blocks * geometry.kv_heads * (5 * geometry.group_size + 6) * 4 + max_pages * 4
+
+
 class SparsePoolConfigurator:
     """SGLang's KV pool configurator, told of less memory: what is left after summaries and step buffers.
 
@@ -61,4 +70,6 @@ def reserve(
     share = make_estimator(options, geometry).summary_bytes() * sparse_layers / (geometry.kv_bytes * layers)
     turn = requests_per_turn(geometry, max_pages, max_requests)
     reserved = turn * step_bytes_per_request(geometry, max_pages) + max_requests * max_pages * 4
+    if options.audit_rate > 0:
+        reserved += audit_bytes(geometry, max_pages)
     return SparsePoolConfigurator(inner, share, reserved)

@@ -100,6 +100,7 @@ class SparseDecodeOptions:
     sink_tokens: int = 16
     window_tokens: int = 128
     dense_layers: tuple[int, ...] = ()
+    audit_rate: float = 0.001
     gamma_by_layer: tuple[float, ...] = ()
     """One gamma for each layer, instead of `gamma`."""
     page_size: int | None = None
@@ -128,6 +129,9 @@ class SparseDecodeOptions:
             _choice("page_size", self.page_size, PAGE_SIZES)
         if self.model is not None:
             object.__setattr__(self, "model", ModelShape.from_value(self.model))
+        _number("audit_rate", self.audit_rate)
+        if not 0 <= self.audit_rate <= 1:
+            raise OptionsError(f"{flag('audit_rate')} is {self.audit_rate}: give a share of decode steps from 0 to 1")
 
     def gamma_of(self, layer: int) -> float:
         """The coverage asked for in a layer."""
@@ -337,6 +341,7 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     add("window_tokens", "Latest tokens that are always read.", type=int)
     add("gamma_by_layer", "One gamma for each layer, such as 0.95,0.9,0.99, instead of gamma; see calibrate.")
     add("dense_layers", "Layers that read everything, such as 0,1 or 0-3.")
+    add("audit_rate", "Share of decode steps whose true coverage is measured; 0 measures none.", type=float)
     add("config", "JSON file with any of these options; flags win over it.", metavar="FILE")
 
 

@@ -23,10 +23,13 @@ from sglang_sparse.options import OptionsError, SparseDecodeOptions
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
+    from sglang_sparse.observe.audit import CoverageAudit
+    from sglang_sparse.observe.metrics import CoverageMetric
 
 logger = logging.getLogger(__name__)
 
 _backend: SparseDecodeBackend | None = None
+_coverage_metric: CoverageMetric | None = None
 _memory_is_reserved = False
 
 
@@ -209,8 +212,19 @@ def _internal_state(original: Callable, scheduler: Any, *args: Any, **kwargs: An
     return output
 
 
+def _export_audit(audit: CoverageAudit, reporter: Any) -> None:
+    global _coverage_metric
+    if _coverage_metric is None:
+        from sglang_sparse.observe.metrics import CoverageMetric
+
+        _coverage_metric = CoverageMetric()
+    _coverage_metric.export(audit, reporter)
+
+
 def _report_decode(original: Callable, reporter: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(reporter, *args, **kwargs)
+    if _backend is not None and _backend.audit is not None:
+        _export_audit(_backend.audit, reporter)
     if _backend is not None and compat.logs_decode_now(reporter):
         from sglang_sparse.observe.report import log_decode
 

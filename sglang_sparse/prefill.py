@@ -7,6 +7,7 @@ the backend object gets a subclass of its own class, and keeps its identity and 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,8 +44,13 @@ def _closed_pages(forward_batch: Any, page_size: int) -> torch.Tensor | None:
     return slots[chosen.to(slots.device, non_blocking=True)] // page_size
 
 
-def summarise_prefill(backend: Any, summaries: PageSummaries, page_size: int) -> None:
-    """Makes `backend`, SGLang's prefill attention backend, summarise the pages its prefill chunks close."""
+def summarise_prefill(
+    backend: Any, summaries: PageSummaries, page_size: int, before_chunk: Callable[[], None] = lambda: None
+) -> None:
+    """Makes `backend`, SGLang's prefill attention backend, summarise the pages its prefill chunks close.
+
+    `before_chunk` is called before a chunk writes keys.
+    """
     kind: Any = type(backend)
 
     class Summarising(kind):
@@ -52,6 +58,7 @@ def summarise_prefill(backend: Any, summaries: PageSummaries, page_size: int) ->
         summarised_layers = 0
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
+            before_chunk()
             super().init_forward_metadata(forward_batch)
             self.closed_pages = _closed_pages(forward_batch, page_size)
             self.summarised_layers = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -323,6 +323,30 @@ def logs_decode_now(reporter: Any) -> bool:
     """Whether SGLang's `report_decode_stats` logs a line in this call."""
     due = reporter.forward_ct_decode % reporter.decode_log_interval == 0
     return due and (reporter.is_stats_logging_rank or reporter.current_scheduler_metrics_enabled)
+
+
+def real_requests(forward_batch: Any) -> int:
+    """Requests of a decode batch without those that pad it to the size of a CUDA graph."""
+    return int(forward_batch.batch_size) - getattr(forward_batch, "num_padding", 0)
+
+
+def layer_histogram(
+    reporter: Any, name: str, documentation: str, buckets: Sequence[float]
+) -> Callable[[int, float], None] | None:
+    """A histogram in `/metrics`, labelled as SGLang's own are and by layer: call it with a layer and a value.
+
+    `reporter` is a scheduler's SchedulerMetricsReporter; None unless it exports metrics.
+    """
+    if not reporter.current_scheduler_metrics_enabled:
+        return None
+    # At import, prometheus_client decides on its multiprocess mode, by a variable that SGLang sets in the main process.
+    from prometheus_client import Histogram
+
+    collector = reporter.metrics_collector
+    histogram = (collector._histogram_cls or Histogram)(
+        name=name, documentation=documentation, labelnames=[*collector.labels, "layer"], buckets=list(buckets)
+    )
+    return lambda layer, value: histogram.labels(**collector.labels, layer=layer).observe(value)
 
 
 def write_kv(pool: Any, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

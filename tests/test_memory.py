@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sparse_kernels import SelectionTap
 
 from sglang_sparse import memory
 from sglang_sparse.buffers import DecodeBuffers
@@ -45,6 +46,20 @@ def test_pool_summaries_and_buffers_fit_the_budget(estimator: str, dense_layers:
     used = tokens * KV_BYTES + summaries + buffers.bytes
     assert used <= budget + (64 << 20)
     assert used >= budget * 0.99 - memory.MAX_STEP_BYTES
+
+
+def test_the_audit_is_reserved_unless_it_is_off() -> None:
+    budget = 5 << 30
+    tokens = [
+        reserve(SparseDecodeOptions(audit_rate=rate)).calculate_pool_sizes(budget, 64).max_total_num_tokens
+        for rate in (0, 0.001)
+    ]
+    made = SelectionTap.create(
+        kv_heads=8, group_size=4, head_dim=128, capacity=2048 * 4, dtype=torch.bfloat16, device="meta"
+    )
+    mass = 8 * 4 * 2048 * 4 * 4
+    assert made.bytes + mass < memory.audit_bytes(GEOMETRY, 2048) < 16 << 20
+    assert 0 <= tokens[0] - tokens[1] <= memory.audit_bytes(GEOMETRY, 2048) // KV_BYTES + 64
 
 
 def test_rule_all_reserves_nothing() -> None:

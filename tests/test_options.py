@@ -64,6 +64,7 @@ def test_flags_reach_their_options() -> None:
             "0,2-4",
         ],
         *["--sparse-decode-gamma", "0.9", "--sparse-decode-thumbnail-bits", "4"],
+        *["--sparse-decode-audit-rate", "0.5"],
     )
     assert options == SparseDecodeOptions(
         gamma=0.9,
@@ -77,6 +78,7 @@ def test_flags_reach_their_options() -> None:
         sink_tokens=4,
         window_tokens=64,
         dense_layers=(0, 2, 3, 4),
+        audit_rate=0.5,
     )
 
 
@@ -115,6 +117,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"min_context": 1.5}, "--sparse-decode-min-context"),
     ({"sink_tokens": -1}, "--sparse-decode-sink-tokens"),
     ({"window_tokens": 0}, "--sparse-decode-window-tokens"),
+    ({"audit_rate": -0.1}, "--sparse-decode-audit-rate"),
+    ({"audit_rate": 1.1}, "--sparse-decode-audit-rate"),
+    ({"audit_rate": float("nan")}, "--sparse-decode-audit-rate"),
+    ({"audit_rate": "often"}, "--sparse-decode-audit-rate"),
     ({"dense_layers": "a"}, "--sparse-decode-dense-layers"),
     ({"dense_layers": "3-1"}, "--sparse-decode-dense-layers"),
     ({"dense_layers": [-1]}, "--sparse-decode-dense-layers"),

@@ -55,6 +55,14 @@ def recorded() -> tuple[Backend, list]:
     return backend, updates
 
 
+def test_what_has_to_come_before_a_chunk_comes_before_it() -> None:
+    backend, calls = Backend(), []
+    summarise_prefill(backend, SimpleNamespace(), 16, before_chunk=lambda: calls.append(list(backend.calls)))
+    backend.init_forward_metadata(batch(True, [0], [3], [16, 17, 18]))
+    assert calls == [[]]
+    assert backend.calls == ["metadata"]
+
+
 def batch(extend: bool, prefix: list[int], lens: list[int], slots: list[int]) -> SimpleNamespace:
     return SimpleNamespace(
         forward_mode=Mode(extend),

@@ -11,9 +11,15 @@ from .rules import measure_rule
 
 
 def run(suite: Suite) -> Iterator[Measurement]:
-    """Measures both groups and two coverages, every batch size and context."""
-    for gamma, group in ((0.95, "average"), (0.99, "average"), (0.95, "every")):
-        case = f"gamma {gamma}, {group}"
+    """Measures both groups, two coverages, and a tap on no or the first request, every batch size and context."""
+    for gamma, group, tapped_row, note in (
+        (0.95, "average", None, ""),
+        (0.95, "average", -1, ", idle tap"),
+        (0.95, "average", 0, ", tap"),
+        (0.99, "average", None, ""),
+        (0.95, "every", None, ""),
+    ):
+        case = f"gamma {gamma}, {group}{note}"
         yield from measure_rule(
-            suite, "coverage_rule", case, coverage_rule, coverage_rule_reference, {"gamma": gamma}, group
+            suite, "coverage_rule", case, coverage_rule, coverage_rule_reference, {"gamma": gamma}, group, tapped_row
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from sparse_kernels import SelectionTap, TapPoint
 
 from .common import Batch, Measurement, Suite, time_in_turn
 
@@ -24,8 +25,12 @@ def measure_rule(
     reference: Callable[..., None],
     target: dict[str, float],
     group: str,
+    tapped_row: int | None = None,
 ) -> Iterator[Measurement]:
-    """Measures a rule for every batch size and context. `target` is gamma or top_k with its value."""
+    """Measures a rule for every batch size and context. `target` is gamma or top_k with its value.
+
+    With `tapped_row` the rule has a tap on that request, or on none if it is negative.
+    """
     ((target_name, value),) = target.items()
     for size, context in suite.cases():
         capacity = suite.capacity(context)
@@ -42,6 +47,7 @@ def measure_rule(
         counts = [torch.zeros(shape[:2], dtype=torch.int32, device=suite.device) for _ in sets]
         scratch = torch.zeros(*shape[:2], capacity, device=suite.device)
         targets = torch.full((size,), float(value), device=suite.device)
+        tap = None if tapped_row is None else _make_tap(suite, capacity, tapped_row)
 
         def arguments(
             i: int, batch: Batch, block_lists: torch.Tensor, block_counts: torch.Tensor, masses=masses, targets=targets
@@ -61,7 +67,12 @@ def measure_rule(
             }
 
         calls = [
-            partial(operation, **arguments(i, batch, lists[i], counts[i]), scratch=scratch)
+            partial(
+                operation,
+                **arguments(i, batch, lists[i], counts[i]),
+                scratch=scratch,
+                tap=None if tap is None else TapPoint(tap, layer=0, q=batch.q),
+            )
             for i, batch in enumerate(sets)
         ]
         calls[0]()
@@ -79,10 +90,35 @@ def measure_rule(
                 expected_lists[0],
                 expected_counts[0],
             )
+        if tap is not None and tapped_row is not None and tapped_row >= 0:
+            _check_tap(f"{name} {case} B={size} context={context}", tap, sets[0], lists[0], counts[0], tapped_row)
         blocks = suite.num_kv_heads * int(((sets[0].seq_lens - 1) // suite.block_size + 1).sum())
         kept = int(counts[0].sum()) / blocks
         moved = size * suite.num_kv_heads * row_bytes + int(counts[0].sum()) * 4
         yield Measurement(name, case, size, context, kept, time_in_turn(calls), moved)
+
+
+def _make_tap(suite: Suite, capacity: int, row: int) -> SelectionTap:
+    tap = SelectionTap.create(
+        kv_heads=suite.num_kv_heads,
+        group_size=suite.group_size,
+        head_dim=suite.head_dim,
+        capacity=capacity,
+        dtype=suite.dtype,
+        device=suite.device,
+    )
+    if row >= 0:
+        tap.arm(0, row)
+    return tap
+
+
+def _check_tap(what: str, tap: SelectionTap, batch: Batch, lists: torch.Tensor, counts: torch.Tensor, row: int) -> None:
+    """Raises RuntimeError unless the tap holds what the last call wrote for its row."""
+    same = torch.equal(tap.block_counts, counts[row]) and torch.equal(tap.q, batch.q[row])
+    for h, count in enumerate(counts[row].tolist()):
+        same = same and torch.equal(tap.block_lists[h, :count], lists[row, h, :count])
+    if not same or tap.seq_len.item() != batch.seq_lens[row].item():
+        raise RuntimeError(f"{what}: the tap does not hold the row it names")
 
 
 def _check_lists(

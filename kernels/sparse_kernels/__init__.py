@@ -10,6 +10,7 @@ from .block_statistics import STATISTICS_OF_KIND, block_statistics, block_statis
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
 from .page_table import snapshot_page_table, snapshot_page_table_reference
+from .selection_tap import SelectionTap, TapPoint
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
 from .step_totals import step_totals
 from .thumbnail import thumbnail, thumbnail_reference, unpack_codes
@@ -18,6 +19,8 @@ from .top_k_rule import top_k_rule, top_k_rule_reference
 __all__ = [
     "STATISTICS_OF_KIND",
     "AttentionWorkspace",
+    "SelectionTap",
+    "TapPoint",
     "block_mass_exact",
     "block_mass_exact_reference",
     "block_mass_statistics",

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from . import _threshold_search as threshold_search
+from .selection_tap import TapPoint
 
 SINGLE_LIMIT = 8192
 """Largest row capacity, in blocks, that a program keeps in registers; longer rows go through scratch in chunks."""
@@ -184,7 +185,31 @@ def _append(lists, count, kept, blocks):
     return count + tl.sum(kept.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["sink_blocks", "window_tokens", "min_context"])
+@triton.jit
+def _copy_row(
+    lists,
+    count,
+    queries,
+    head_stride,
+    tap_lists,
+    tap_queries,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    Q_CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Copies a row's list and queries to the tap; all pointers are the row's."""
+    # Another thread may have written the entry that this one reads.
+    tl.debug_barrier()
+    for start in range(0, count, CHUNK):
+        places = start + tl.arange(0, CHUNK)
+        tl.store(tap_lists + places, tl.load(lists + places, mask=places < count), mask=places < count)
+    index = tl.arange(0, Q_CHUNK)
+    values = tl.load(queries + index // D * head_stride + index % D, mask=index < G * D)
+    tl.store(tap_queries + index, values, mask=index < G * D)
+
+
+@triton.jit(do_not_specialize=["sink_blocks", "window_tokens", "min_context", "layer", "first_row"])
 def _select_kernel(
     log_mass,
     seq_lens,
@@ -193,6 +218,17 @@ def _select_kernel(
     block_counts,
     scratch,
     kept_total,
+    q,
+    tap_target,
+    tap_q,
+    tap_lists,
+    tap_counts,
+    tap_seq_len,
+    layer,
+    first_row,
+    q_batch_stride,
+    q_head_stride,
+    capacity,
     mass_batch_stride,
     mass_head_stride,
     mass_group_stride,
@@ -215,9 +251,13 @@ def _select_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     SINGLE: tl.constexpr,
+    D: tl.constexpr,
+    Q_CHUNK: tl.constexpr,
 ):
     b = tl.program_id(0) // kv_heads
     h = tl.program_id(0) % kv_heads
+    if tap_target is not None:
+        tapped = (tl.load(tap_target) == layer) & (tl.load(tap_target + 1) == first_row + b)
     row = b.to(tl.int64)
     length = tl.load(seq_lens + b)
     blocks_in_row = tl.cdiv(length, BLOCK)
@@ -260,6 +300,23 @@ def _select_kernel(
     tl.store(block_counts + b * counts_batch_stride + h * counts_head_stride, count)
     if kept_total is not None:
         tl.atomic_add(kept_total + h, count.to(tl.int64), sem="relaxed")
+    if tap_target is not None:  # noqa: SIM102 - a condition of the compiler's
+        if tapped:
+            tl.store(tap_seq_len, length)
+            tl.store(tap_counts + h, count)
+            queries = q + row * q_batch_stride + h * G * q_head_stride
+            _copy_row(
+                lists, count, queries, q_head_stride, tap_lists + h * capacity, tap_q + h * G * D, G, D, Q_CHUNK, CHUNK
+            )
+
+
+def _tap_arguments(tap: TapPoint | None) -> tuple:
+    """The kernel's arguments from `q` to `q_head_stride`."""
+    if tap is None:
+        return (*[None] * 6, -1, 0, 0, 0)
+    t = tap.tap
+    tensors = (tap.q, t.target, t.q, t.block_lists, t.block_counts, t.seq_len)
+    return (*tensors, tap.layer, tap.first_row, tap.q.stride(0), tap.q.stride(1))
 
 
 def launch_select(
@@ -277,6 +334,7 @@ def launch_select(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None,
+    tap: TapPoint | None,
 ) -> None:
     """Runs a rule: `targets` is top_k if `by_count`, else gamma; `[>=B]`, or `[>=B, Hkv]`."""
     batch, kv_heads, group_size, capacity = log_mass.shape
@@ -284,6 +342,7 @@ def launch_select(
         return
     single = capacity <= SINGLE_LIMIT
     chunk = max(128, triton.next_power_of_2(capacity)) if single else CHUNK
+    head_dim = 1 if tap is None else tap.q.shape[2]
     _select_kernel[(batch * kv_heads,)](
         log_mass,
         seq_lens,
@@ -292,6 +351,8 @@ def launch_select(
         block_counts,
         scratch.view(torch.int32),
         kept_total,
+        *_tap_arguments(tap),
+        capacity,
         log_mass.stride(0),
         log_mass.stride(1),
         log_mass.stride(2),
@@ -314,5 +375,7 @@ def launch_select(
         BLOCK=block_size,
         CHUNK=chunk,
         SINGLE=single,
+        D=head_dim,
+        Q_CHUNK=triton.next_power_of_2(group_size * head_dim),
         num_warps=min(16, max(1, chunk // 512)),
     )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from ._checks import check_choice, check_dtype, check_inner_contiguous, check_rows, check_shape, check_sizes
+from .selection_tap import TapPoint
 
 GROUPS = ("average", "every")
 
@@ -31,6 +32,7 @@ def check_rule(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None,
+    tap: TapPoint | None,
 ) -> None:
     """Raises ValueError unless a rule's arguments are as documented; `target` is gamma or top_k, which `name` says."""
     check_sizes(page_size, block_size)
@@ -61,6 +63,8 @@ def check_rule(
     if kept_total is not None:
         check_shape("kept_total", kept_total, kv_heads)
         check_dtype("kept_total", kept_total, torch.int64)
+    if tap is not None:
+        tap.check(log_mass)
 
 
 def forced_blocks(
@@ -117,6 +121,7 @@ def select_reference(
     block_lists: torch.Tensor,
     block_counts: torch.Tensor,
     kept_total: torch.Tensor | None,
+    tap: TapPoint | None,
 ) -> None:
     """Torch reference of both rules.
 
@@ -149,3 +154,5 @@ def select_reference(
         block_lists[b][head, (kept.cumsum(1) - 1)[head, block]] = block.to(torch.int32)
     if kept_total is not None:
         kept_total += block_counts.sum(0)
+    if tap is not None:
+        tap.record_reference(seq_lens, block_lists, block_counts)

@@ -5,6 +5,7 @@ import torch
 from ._dispatch import use_triton
 from ._select import launch_select
 from ._selection import MASS_BITS, check_rule, select_reference
+from .selection_tap import TapPoint
 
 
 def _goal(gamma: float, blocks: int) -> int | None:
@@ -26,6 +27,7 @@ def coverage_rule_reference(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    tap: TapPoint | None = None,
 ) -> None:
     """Torch reference of `coverage_rule`."""
     select_reference(
@@ -43,6 +45,7 @@ def coverage_rule_reference(
         block_lists,
         block_counts,
         kept_total,
+        tap,
     )
 
 
@@ -61,6 +64,7 @@ def _coverage_rule_triton(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    tap: TapPoint | None = None,
 ) -> None:
     launch_select(
         log_mass,
@@ -77,6 +81,7 @@ def _coverage_rule_triton(
         block_counts,
         scratch,
         kept_total,
+        tap,
     )
 
 
@@ -95,6 +100,7 @@ def coverage_rule(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    tap: TapPoint | None = None,
     impl: str = "auto",
 ) -> None:
     """Writes the block list of every row: forced blocks, and the fewest others that bring its coverage to gamma.
@@ -121,6 +127,7 @@ def coverage_rule(
         block_counts: `[B, Hkv]` int32, output: lengths of the lists.
         scratch: `[B, Hkv, N]` fp32; its content on return is undefined.
         kept_total: `[Hkv]` int64, increased by the counts; optional.
+        tap: gets a copy of one request's lists, counts and queries if its target names this call; optional.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -140,6 +147,7 @@ def coverage_rule(
         block_counts,
         scratch,
         kept_total,
+        tap,
     )
     run = _coverage_rule_triton if use_triton(impl, log_mass) else coverage_rule_reference
     run(
@@ -156,4 +164,5 @@ def coverage_rule(
         block_counts=block_counts,
         scratch=scratch,
         kept_total=kept_total,
+        tap=tap,
     )

@@ -7,6 +7,7 @@ import torch
 from ._dispatch import use_triton
 from ._select import launch_select
 from ._selection import check_rule, select_reference
+from .selection_tap import TapPoint
 
 
 def _goal(top_k: float, blocks: int) -> int | None:
@@ -32,6 +33,7 @@ def top_k_rule_reference(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    tap: TapPoint | None = None,
 ) -> None:
     """Torch reference of `top_k_rule`."""
     select_reference(
@@ -49,6 +51,7 @@ def top_k_rule_reference(
         block_lists,
         block_counts,
         kept_total,
+        tap,
     )
 
 
@@ -67,6 +70,7 @@ def _top_k_rule_triton(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    tap: TapPoint | None = None,
 ) -> None:
     launch_select(
         log_mass,
@@ -83,6 +87,7 @@ def _top_k_rule_triton(
         block_counts,
         scratch,
         kept_total,
+        tap,
     )
 
 
@@ -101,6 +106,7 @@ def top_k_rule(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    tap: TapPoint | None = None,
     impl: str = "auto",
 ) -> None:
     """Writes the block list of every row: forced blocks, then the blocks of the largest estimated mass, up to k blocks.
@@ -134,6 +140,7 @@ def top_k_rule(
         block_counts,
         scratch,
         kept_total,
+        tap,
     )
     run = _top_k_rule_triton if use_triton(impl, log_mass) else top_k_rule_reference
     run(
@@ -150,4 +157,5 @@ def top_k_rule(
         block_counts=block_counts,
         scratch=scratch,
         kept_total=kept_total,
+        tap=tap,
     )

@@ -30,6 +30,7 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
         "kept_fraction": reading.kept_fraction,
         "bytes_read_fraction": reading.bytes_read_fraction,
         "kept_fraction_by_layer_and_head": reading.kept_by_layer_and_head,
+        "audit": backend.audit.report() if backend.audit is not None else None,
     }
     if os.environ.get(SELF_CHECK_VARIABLE) == "1":
         block["self_check"] = self_check(backend, scheduler)

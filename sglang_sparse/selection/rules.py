@@ -5,10 +5,10 @@ Sink tokens, the latest tokens and the open page are in every list. Rows below t
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from sparse_kernels import coverage_rule, top_k_rule
+from sparse_kernels import TapPoint, coverage_rule, top_k_rule
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
@@ -31,10 +31,12 @@ class Rule(Protocol):
         block_counts: torch.Tensor,
         scratch: torch.Tensor,
         kept_total: torch.Tensor,
+        tap: TapPoint | None = None,
     ) -> None:
         """Writes `block_lists` and `block_counts`, and adds the counts to `kept_total` (docs/architecture.md).
 
-        `thresholds` is fp32, `[>=B]` or `[>=B, Hkv]`: what the rule asks for in each row (gamma, or k).
+        `thresholds` is fp32, `[>=B]` or `[>=B, Hkv]`: what the rule asks for in each row (gamma, or k). `tap` is where
+        the audit gets a copy of one request's lists.
         """
 
     def threshold(self, layer: int) -> float:
@@ -70,9 +72,9 @@ class CoverageRule(_ThresholdRule):
         return self._options.gamma_of(layer)
 
     def select(
-        self, log_mass: torch.Tensor, seq_lens: torch.Tensor, *, thresholds: torch.Tensor, **buffers: torch.Tensor
+        self, log_mass: torch.Tensor, seq_lens: torch.Tensor, *, thresholds: torch.Tensor, **buffers: Any
     ) -> None:
-        coverage_rule(log_mass, seq_lens, gamma=thresholds, **self._arguments, **cast(Any, buffers))
+        coverage_rule(log_mass, seq_lens, gamma=thresholds, **self._arguments, **buffers)
 
 
 class TopKRule(_ThresholdRule):
@@ -89,9 +91,9 @@ class TopKRule(_ThresholdRule):
         return self._top_k
 
     def select(
-        self, log_mass: torch.Tensor, seq_lens: torch.Tensor, *, thresholds: torch.Tensor, **buffers: torch.Tensor
+        self, log_mass: torch.Tensor, seq_lens: torch.Tensor, *, thresholds: torch.Tensor, **buffers: Any
     ) -> None:
-        top_k_rule(log_mass, seq_lens, top_k=thresholds, **self._arguments, **cast(Any, buffers))
+        top_k_rule(log_mass, seq_lens, top_k=thresholds, **self._arguments, **buffers)
 
 
 class AllRule:
@@ -103,7 +105,7 @@ class AllRule:
     def threshold(self, layer: int) -> float:
         return 1.0
 
-    def select(self, log_mass: torch.Tensor, seq_lens: torch.Tensor, **buffers: torch.Tensor) -> None:
+    def select(self, log_mass: torch.Tensor, seq_lens: torch.Tensor, **buffers: Any) -> None:
         raise AssertionError("rule all makes no lists")
 
 

@@ -8,7 +8,7 @@ from factories import DEVICE, poisoned
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from oracles import head_shares
-from sparse_kernels import _select
+from sparse_kernels import TapPoint, _select
 
 CAPACITY = 40
 PATHS = ["torch", "triton", "chunked"]
@@ -140,6 +140,7 @@ def run_rule(
     path: str,
     kept_total: torch.Tensor | None = None,
     targets: torch.Tensor | None = None,
+    tap: TapPoint | None = None,
 ) -> list[list[list[int]]]:
     """Runs a rule and returns its lists by request and head, after the checks that hold for every rule.
 
@@ -168,6 +169,7 @@ def run_rule(
             block_counts=counts,
             scratch=poisoned(batch, kv_heads, capacity),
             kept_total=kept_total,
+            tap=tap,
             impl="torch" if path == "torch" else "triton",
         )
     finally:
