@@ -29,7 +29,7 @@ class Setting:
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", dataclasses.replace(self.options, min_context=0))
         self.options.check_page_size(self.page_size)
-        if self.tail % self.options.block_size:
+        if (self.tail or 0) % self.options.block_size:
             raise OptionsError(f"tail is {self.tail}: give a multiple of the block size {self.options.block_size}")
 
     @property
