@@ -39,21 +39,23 @@ class KeyScheme:
 # --- schemes -------------------------------------------------------------------------------------------------------
 
 
-def _fp8_down(x: torch.Tensor) -> torch.Tensor:
-    """The largest fp8 (e4m3) values that are not above `x`, as fp32."""
-    rounded = x.clamp(-448, 448).to(torch.float8_e4m3fn)
-    bits = rounded.view(torch.uint8).to(torch.int16)
-    above = rounded.float() > x
-    negative = bits >= 128
+def _down(x: torch.Tensor, dtype: torch.dtype, bits: torch.dtype) -> torch.Tensor:
+    """The largest values of a float `dtype` that are not above `x`, as fp32; `bits` is an int of its size."""
+    rounded = x.to(dtype)
+    pattern = rounded.view(bits)
     # Sign and magnitude: one further down is one less for positive numbers, one more for negative ones.
-    lower = torch.where(negative, bits + 1, torch.where(bits == 0, 129, bits - 1))
-    return torch.where(above, lower, bits).clamp(max=254).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    smallest_negative = torch.tensor(torch.iinfo(bits).min + 1, dtype=bits, device=x.device)
+    below = torch.where(pattern < 0, pattern + 1, torch.where(pattern == 0, smallest_negative, pattern - 1))
+    return torch.where(rounded.float() > x, below, pattern).view(dtype).float()
 
 
 def _bf16_down(x: torch.Tensor) -> torch.Tensor:
-    rounded = x.to(torch.bfloat16)
-    step = (rounded.float().abs() * 2**-8).clamp_min(1e-30)
-    return torch.where(rounded.float() > x, (rounded.float() - step).to(torch.bfloat16), rounded).float()
+    return _down(x, torch.bfloat16, torch.int16)
+
+
+def _fp8_down(x: torch.Tensor) -> torch.Tensor:
+    # One pattern below the lowest is no number.
+    return _down(x.clamp(-416, 448), torch.float8_e4m3fn, torch.int8)
 
 
 def asymmetric(bits: int, page_size: int, meta: str = "bf16", tokens: int | None = None) -> KeyScheme:

@@ -14,7 +14,7 @@ from sglang_sparse.calibrate.candidates import block_log_mass, token_scores
 from sglang_sparse.calibrate.measure import measure, prepare
 from sglang_sparse.calibrate.model import CalibrationError
 from sglang_sparse.calibrate.prompts import Prompt
-from sglang_sparse.calibrate.replay import FIRST_SLOT, Replay
+from sglang_sparse.calibrate.replay import Replay
 from sglang_sparse.calibrate.settings import DENSE, Setting
 from sglang_sparse.options import SparseDecodeOptions
 
@@ -125,7 +125,8 @@ def test_the_tail_answers_for_what_was_not_read(replay_on: Callable[[str], Repla
     values = torch.randn(prefix.v.shape[0], prefix.v.shape[1] // 64, 1, *prefix.v.shape[2:])
 
     def logits(setting: Setting) -> torch.Tensor:
-        prefix.v.unflatten(1, (-1, 64))[:] = values
+        with torch.inference_mode():
+            prefix.v.unflatten(1, (-1, 64))[:] = values
         return replay.force(prefix, PROMPT[:10], setting).logits
 
     options = dataclasses.replace(SPARSE, estimator="exact", gamma=0.3)
