@@ -69,7 +69,7 @@ def asymmetric(bits: int, page_size: int, meta: str = "bf16", tokens: int | None
         grouped = keys.reshape(-1, group, *shape[2:])
         low = down(grouped.amin(1, keepdim=True))
         step = -down(-(grouped.amax(1, keepdim=True) - low) / levels)
-        codes = ((grouped - low) / step.clamp_min(1e-30)).round().clamp(0, levels)
+        codes = ((grouped - low) / step.clamp_min(1e-30) + 0.5).floor().clamp(0, levels)
         return (low + codes * step).reshape(shape)
 
     return KeyScheme(reconstruct, bits / 8 + (2 if meta == "fp8" else 4) / group)

@@ -61,11 +61,11 @@ def assert_rows_close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> Non
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_asymmetric_copies_are_the_servers_thumbnails(bits: int) -> None:
-    pool, q = keys().to(torch.bfloat16).float(), queries()
+    pool, q = keys(bias=1.0).to(torch.bfloat16).float(), queries()
     server = make_estimator(SparseDecodeOptions(thumbnail_bits=bits), GEOMETRY)
     candidate = make_candidate(f"asymmetric-{bits}bit", GEOMETRY)
-    # Ties of the rounding may fall to either side.
-    assert_rows_close(block_mass(candidate, pool, q), block_mass(server, pool, q), 0.02)
+    # The server folds the step into the query and rounds that to bfloat16.
+    assert_rows_close(block_mass(candidate, pool, q), block_mass(server, pool, q), 0.03)
     assert candidate.scan_bytes() == server.scan_bytes()
 
 
