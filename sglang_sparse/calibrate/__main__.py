@@ -154,7 +154,7 @@ def report(args: argparse.Namespace, replay: Any, prompts: list, grid: list, sto
     if args.csv:
         reports.append_csv(args.csv, about, results, is_default)
     if args.plot:
-        reports.plot(args.plot, about, results, default)
+        reports.plot(args.plot, about, [reports.entry(made) for made in results], reports.entry(default))
     return 0
 
 
@@ -234,7 +234,7 @@ def calibrate(
     if args.plot:
         # Layers measured alone are steps on the way, not settings to choose from.
         shown = [result for result in tried if not result.setting.options.dense_layers]
-        reports.plot(args.plot, about, [*shown, best], best)
+        reports.plot(args.plot, about, [reports.entry(made) for made in (*shown, best)], reports.entry(best))
     print(
         f"wrote {args.config}: python -m sglang.launch_server ... --sparse-decode --sparse-decode-config {args.config}"
     )
