@@ -62,14 +62,8 @@ def check_writable(*paths: Path | None) -> None:
 
 def entry(result: Result) -> dict[str, Any]:
     """A result as a JSON object, with its figures by prompt, layer and head."""
-    detailed = [
-        "positions",
-        "kl_by_prompt",
-        "kept_by_head",
-        "coverage_by_head",
-        "coverage_p1_by_head",
-        "bytes_by_layer",
-    ]
+    by_head = ("kept_by_head", "coverage_by_head", "coverage_p1_by_head")
+    detailed = ("positions", "kl_by_prompt", *by_head, "bytes_by_layer")
     return {**result.row(), **{name: getattr(result, name) for name in detailed}}
 
 
@@ -143,6 +137,7 @@ def plot(path: Path, about: Mapping[str, Any], entries: Sequence[Mapping[str, An
     """
     pyplot = plotting()
     figure, (curve, heat) = pyplot.subplots(1, 2, figsize=(13, 5.5), width_ratios=(3, 2))
+    curve.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     lines: dict[str, list[tuple[float, float]]] = {}
     for made in entries:
         name = f"{made['estimator']} {made['rule']}".removesuffix(" coverage")
@@ -155,7 +150,7 @@ def plot(path: Path, about: Mapping[str, Any], entries: Sequence[Mapping[str, An
     curve.grid(alpha=0.3)
     curve.legend(fontsize=6)
     image = heat.imshow(shown["kept_by_head"], aspect="auto", vmin=0, cmap="viridis")
-    heat.set(xlabel="KV head", ylabel="layer")
+    heat.set(xlabel="KV head", ylabel="layer", xticks=range(len(shown["kept_by_head"][0])))
     heat.set_title(f"blocks kept: {shown['estimator']} {shown['value']:g}", fontsize=9)
     figure.colorbar(image, ax=heat)
     figure.tight_layout()
