@@ -45,6 +45,8 @@ def shortened(task: str, count: int) -> Iterator[None]:
     """While it lasts, lm-eval makes `count` samples of `task` at most, always the same ones, and prints nothing."""
     module_name, function, parameter = GENERATORS[task]
     with without_downloads():
+        # The other tasks' settings refer to this module too.
+        require("lm_eval.tasks.ruler.prepare_niah")
         module = require(f"lm_eval.tasks.ruler.{module_name}")
     original = getattr(module, function)
 

@@ -20,10 +20,11 @@ def right_answer(prompt: str) -> str:
         return " " + found_once(rf"archive in {found[1]} is (\d+)\.", prompt)
     if found := re.search(r"special magic \w+ for (\S+) mentioned in the provided text is$", prompt):
         return " " + found_once(rf"for {re.escape(found[1])} is: (\S+)\.", prompt)
-    if found := re.search(r"assigned the value (\d+) in the text above[^?]*they are:$", prompt):
+    # An example with an answer comes first.
+    if found := re.search(r"assigned the value (\d+) in[^?]*they are:$", prompt[prompt.rfind("Question:") :]):
         return " " + " ".join(chain(found[1], prompt))
     if prompt.endswith("appear most often in the list are:"):
-        return listed(re.findall(r"\d+\. (\S+)", prompt[: prompt.rindex("Question:")]), 10)
+        return listed(re.findall(r"\d+\. (.+?)(?= \d+\. |\n)", prompt), 10)
     if prompt.endswith("most frequently appeared words are:"):
         text = prompt[prompt.index("coded words.") : prompt.rindex("Question:")]
         return listed(re.findall(r"\b[a-z]{6}\b", text), 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from conftest import LENGTH, SAMPLES
 from fake_server import MODEL, FakeServer
 
 from sglang_sparse.evaluate.__main__ import main
+from sglang_sparse.evaluate.lm_eval_parts import without_downloads
 from sglang_sparse.evaluate.ruler_generators import TASKS
 
 WITHOUT_NETWORK = """
@@ -52,7 +54,8 @@ def run(server: FakeServer, samples: Path, out: Path) -> Any:
 def test_a_perfect_reader_scores_one(server: FakeServer, samples: Path, tmp_path: Path) -> None:
     result = run(server, samples, tmp_path / "out.json")
     assert [(row["task"], row["length"]) for row in result["results"]] == [(task, LENGTH) for task in TASKS]
-    assert all(row["score"] == 1.0 and row["samples"] == SAMPLES for row in result["results"])
+    assert {row["task"]: row["score"] for row in result["results"]} == dict.fromkeys(TASKS, 1.0)
+    assert {row["samples"] for row in result["results"]} == {SAMPLES}
     assert result["model"] == MODEL
     assert result["server"]["sparse_decode"] == [{"kept_fraction": 0.25}]
     assert len({sample["id"] for sample in result["samples"]}) == len(TASKS) * SAMPLES
@@ -123,6 +126,8 @@ def test_samples_requests_and_scores_are_those_of_simple_evaluate(
     # As in a new process: some of its generators advance from call to call.
     for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ruler.")]:
         del sys.modules[name]
+    with without_downloads():
+        importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
     metadata = {"tokenizer": str(word_tokenizer), "max_seq_lengths": [LENGTH]}
     folder = str(Path(lm_eval.__file__).parent / "tasks" / "ruler")
     theirs = lm_eval.simple_evaluate(
