@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from sglang_sparse.evaluate.server import Server
 RETRIES = 3
 LOGGER = "lm_eval.models.api_models"
 FINISHED = ("stop", "length")
+SPECIAL_TOKENS = 2
+"""How many tokens a server may add to a prompt, or leave out, that its tokenizer does not."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,9 @@ class Messages(logging.Handler):
         self.first: str | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.first is None:
-            self.first = " ".join(record.getMessage().split())[:500]
+        text = record.getMessage()
+        if self.first is None and "request failed" in text:
+            self.first = " ".join(text.split())[:500]
 
 
 def ask(server: Server, questions: Sequence[Question], concurrency: int, timeout: int) -> list[Answer]:
@@ -71,7 +75,7 @@ def check(questions: Sequence[Question], answers: Sequence[Answer], probing: boo
                 f"the server broke off its answer to {question.name} (finish_reason {answer.finish}): see its log"
             )
         counted = answer.prompt_tokens
-        if counted is not None and abs(counted - question.tokens) > max(8, question.tokens // 100):
+        if counted is not None and abs(counted - question.tokens) > SPECIAL_TOKENS:
             raise EvaluationError(
                 f"the server counts {counted} tokens in the prompt of {question.name}, not {question.tokens}: "
                 f"--tokenizer is not the model's, or the server cuts prompts"
@@ -103,11 +107,13 @@ def request(server: Server, questions: Sequence[Question], concurrency: int, tim
     with messages() as log:
         try:
             answers = model.generate_until(instances)
-        except (*errors, TimeoutError, OSError) as error:
+        except (*errors, asyncio.TimeoutError, OSError) as error:
             reason = log.first or str(error) or type(error).__name__
             raise EvaluationError(f"a request failed {RETRIES} times: {reason}") from error
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise EvaluationError(f"the server's answer is no completion: {log.first or error!r}") from error
+        finally:
+            end_progress()
     if len(answers) != len(questions) or not all(isinstance(answer, Answer) for answer in answers):
         raise EvaluationError("the server's answers lack a text: is it an OpenAI-compatible completions server?")
     return list(answers)
@@ -138,6 +144,12 @@ def wrapped(text: str | None, reply: dict[str, Any]) -> Answer | None:
     answer.finish = reply["choices"][0].get("finish_reason")
     answer.prompt_tokens = (reply.get("usage") or {}).get("prompt_tokens")
     return answer
+
+
+def end_progress() -> None:
+    """Ends the lines of lm-eval's progress bars, of which it leaves some open."""
+    for bar in list(getattr(require("tqdm").tqdm, "_instances", ())):
+        bar.close()
 
 
 @contextmanager

@@ -25,7 +25,9 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 def go_offline() -> None:
     """Keeps the Hugging Face libraries from the network; has to come before their first import."""
     os.environ.update(dict.fromkeys(OFFLINE, "1"))
-    for name in ("lm_eval", "lm-eval", "datasets", "transformers"):
+    # Warnings about texts that are longer than the model's context, among others, while samples are sized.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("lm_eval", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -40,7 +42,10 @@ def require(name: str) -> ModuleType:
 
 def ruler_folder() -> Path:
     """The folder of lm-eval's RULER tasks."""
-    spec = importlib.util.find_spec("lm_eval")
+    try:
+        spec = importlib.util.find_spec("lm_eval")
+    except ImportError:
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise EvaluationError(f"the package lm_eval is not installed: {INSTALL}")
     version = importlib.metadata.version("lm_eval")

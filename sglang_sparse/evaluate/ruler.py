@@ -15,7 +15,7 @@ from sglang_sparse.evaluate.command_line import positive
 from sglang_sparse.evaluate.files import EvaluationError, check_target, write_json
 from sglang_sparse.evaluate.lm_eval_parts import scorer
 from sglang_sparse.evaluate.ruler_generators import MAX_SAMPLES, TASKS
-from sglang_sparse.evaluate.server import Server
+from sglang_sparse.evaluate.server import RESERVED, Server
 from sglang_sparse.evaluate.tokenizer import check_folder
 
 KIND = "ruler"
@@ -24,8 +24,10 @@ KIND = "ruler"
 def run(arguments: argparse.Namespace) -> int:
     check_options(arguments)
     if arguments.prepare:
-        write_json(arguments.prepare, made(arguments))
-        ruler_samples.progress(f"wrote {arguments.prepare}")
+        prepared = made(arguments)
+        write_json(arguments.prepare, prepared)
+        needed = max(question.needed for question in questions_of(prepared)) + RESERVED
+        ruler_samples.progress(f"wrote {arguments.prepare}: needs a server with a context of {needed} tokens")
         return 0
     server = Server.at(arguments.base_url, arguments.model, arguments.context)
     if arguments.samples_from:
@@ -73,16 +75,7 @@ def evaluate(server: Server, prepared: dict[str, Any], concurrency: int, timeout
     """Answers and scores of all `prepared` samples, as `KIND`."""
     settings, samples = prepared["tasks"], prepared["samples"]
     scorers = {task: scorer(setting["scoring"]) for task, setting in settings.items()}
-    questions = [
-        Question(
-            f"{sample['task']} {sample['length']}",
-            sample["prompt"],
-            sample["prompt_tokens"],
-            settings[sample["task"]]["generation"],
-        )
-        for sample in samples
-    ]
-    answers = ask(server, questions, concurrency, timeout)
+    answers = ask(server, questions_of(prepared), concurrency, timeout)
     scored = [
         {
             "task": sample["task"],
@@ -105,6 +98,18 @@ def evaluate(server: Server, prepared: dict[str, Any], concurrency: int, timeout
         "results": means(scored),
         "samples": scored,
     }
+
+
+def questions_of(prepared: dict[str, Any]) -> list[Question]:
+    return [
+        Question(
+            f"{sample['task']} {sample['length']}",
+            sample["prompt"],
+            sample["prompt_tokens"],
+            prepared["tasks"][sample["task"]]["generation"],
+        )
+        for sample in prepared["samples"]
+    ]
 
 
 def means(scored: list[dict[str, Any]]) -> list[dict[str, Any]]:
