@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.plot:
         # Drawn first: if that fails, neither file is written.
-        picture = plot.heat_map(result["grid"], f"{server.model}: facts found")
+        picture = plot.heat_map(result["grid"], f"{Path(server.model).name}: facts found")
         write_bytes(arguments.plot, picture)
         progress(f"wrote {arguments.plot}")
     write_json(arguments.out, result)

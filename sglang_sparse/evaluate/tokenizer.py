@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ def check_folder(folder: Path) -> None:
 def load(folder: Path) -> Any:
     """The Hugging Face tokenizer in `folder`; nothing is downloaded."""
     check_folder(folder)
-    cpu.activate()
+    # A tokenizer needs no torch, but where a CPU build of it is, transformers imports a torchvision that does not fit.
+    if find_spec("torch") is not None:
+        cpu.activate()
     transformers = require("transformers")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
