@@ -56,6 +56,8 @@ FLAGS = [
     ("--sparse-decode-config /nonexistent.json", "--sparse-decode-config"),
     ("--sparse-decode-config /", "--sparse-decode-config /"),
     ("--sparse-decode-dense-layers 0,2", "--sparse-decode-dense-layers names layer 2"),
+    ("--sparse-decode-gamma-by-layer 0.9", "--sparse-decode-gamma-by-layer has 1 values"),
+    ("--sparse-decode-audit-rate 2", "--sparse-decode-audit-rate"),
     ("--page-size 8", "--page-size 8"),
     ("--page-size 1", "--page-size 1 "),
     ("--page-size 16 --sparse-decode-block-size 32", "--sparse-decode-block-size 32"),
@@ -243,3 +245,18 @@ def test_the_exit_code_of_a_refused_server(random_llama: Path) -> None:
     assert result.returncode == 2
     assert "sglang-sparse: error: --sparse-decode-gamma is 2.0" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_calibrated_config_brings_its_page_size_and_fits_its_model_alone(
+    prepare: Any, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    shape = {"architecture": "LlamaForCausalLM", "layers": 2, "kv_heads": 2, "head_dim": 64}
+    config = tmp_path / "config.json"
+    flags = ["--sparse-decode", "--sparse-decode-config", str(config)]
+    config.write_text(json.dumps({"model": shape, "page_size": 32, "gamma_by_layer": [0.9, 0.8]}))
+    assert prepare(*flags).page_size == 32
+    os.environ[ENVIRONMENT_VARIABLE] = ""
+    assert prepare(*flags, "--page-size", "128").page_size == 128
+    os.environ[ENVIRONMENT_VARIABLE] = ""
+    config.write_text(json.dumps({"model": shape | {"kv_heads": 6}}))
+    assert_refused(prepare, capsys, flags, "was made for LlamaForCausalLM of 2 layers, 6 KV heads, head dim 64")
