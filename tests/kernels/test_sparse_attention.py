@@ -16,9 +16,12 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 HALF = DTYPES[0]
 
 
-def brute_force(case: PagedCase, lists: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor:
-    """Softmax attention of each query head over exactly its row's tokens, in float64."""
+def brute_force(
+    case: PagedCase, lists: torch.Tensor | None, counts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of each query head over exactly its row's tokens, and its log-sum-exp, in float64."""
     out = torch.zeros(case.q.shape, dtype=torch.float64, device=case.q.device)
+    lse = torch.full(case.q.shape[:2], float("-inf"), dtype=torch.float64, device=case.q.device)
     group = case.group_size
     for b, length in enumerate(case.lengths):
         keys, values = case.keys(b).double(), case.values(b).double()
@@ -37,7 +40,8 @@ def brute_force(case: PagedCase, lists: torch.Tensor | None, counts: torch.Tenso
             tokens = tokens.to(case.q.device)
             scores = case.q[b, heads].double() @ keys[tokens, h].T * case.scale
             out[b, heads] = scores.softmax(-1) @ values[tokens, h]
-    return out
+            lse[b, heads] = scores.logsumexp(-1)
+    return out, lse
 
 
 def poisoned_workspace(case: PagedCase, num_programs: int | None) -> AttentionWorkspace:
@@ -55,6 +59,7 @@ def attend(
     num_programs: int | None = 3,
     impl: str = "triton",
     workspace: AttentionWorkspace | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = poisoned(*case.q.shape, dtype=case.q.dtype, device=case.q.device)
     sparse_attention(
@@ -70,6 +75,7 @@ def attend(
         block_size=case.block_size,
         out=out,
         workspace=workspace or poisoned_workspace(case, num_programs),
+        lse=lse,
         impl=impl,
     )
     return out
@@ -78,10 +84,12 @@ def attend(
 def check(
     case: PagedCase, lists: torch.Tensor | None, counts: torch.Tensor | None, num_programs: int | None = 3
 ) -> None:
-    expected = brute_force(case, lists, counts)
+    expected, expected_lse = brute_force(case, lists, counts)
     tolerance = TOLERANCE[case.q.dtype]
     for impl in ("torch", "triton"):
-        out = attend(case, lists, counts, num_programs, impl)
+        lse = poisoned(*case.q.shape[:2], device=case.q.device)
+        out = attend(case, lists, counts, num_programs, impl, lse=lse)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4, msg=lambda m: f"{impl}: {m}")  # noqa: B023
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{impl}: {m}")  # noqa: B023
 
 
