@@ -22,8 +22,7 @@ RULES = ("coverage", "top-k", "all")
 GROUPS = ("average", "every")
 TAILS = ("mean", "drop")
 MASS_ESTIMATORS = ("thumbnail", "exact")
-"""Estimators whose masses are close enough to the true ones to weigh values with: minmax is a bound, means of keys miss
-the peaks."""
+"""Estimators whose masses are close enough to the true ones to weigh values with; minmax and mean give bounds."""
 THUMBNAIL_BITS = (2, 3, 4)
 BLOCK_SIZES = (8, 16, 32, 64)
 PAGE_SIZES = (16, 32, 64, 128)

@@ -323,8 +323,8 @@ def tail_attention(
     nothing is allocated and the host is not synchronised.
 
     Args:
-        log_mass: `[B, Hkv, G, N]` fp32, `G` in 1..16; last dimension contiguous. Neither NaN nor +inf in rows that leave
-            blocks out, which the rules see to.
+        log_mass: `[B, Hkv, G, N]` fp32, `G` in 1..16; last dimension contiguous. Neither NaN nor +inf in rows that
+            leave blocks out, which the rules see to.
         seq_lens: `[>=B]` int32.
         block_counts: `[>=B, Hkv]` int32, contiguous: blocks listed in each row.
         kept_mask: `[>=B, Hkv, N]` uint8: whether a block is listed, as the rules write it; last dimension contiguous.

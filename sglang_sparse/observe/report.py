@@ -47,10 +47,11 @@ def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int]:
     if pool.device != "cpu":
         torch.get_device_module(pool.device).synchronize()
     pages = sglang_compat.live_closed_pages(scheduler, backend.step.geometry.page_size)
+    summaries = backend.step.summaries
     stale = {
-        layer: backend.step.summaries.stale_pages(layer, *pool.get_kv_buffer(layer), pages)
+        layer: summaries.stale_pages(layer, pool.get_key_buffer(layer), pool.get_value_buffer(layer), pages)
         for layer in range(pool.layer_num)
-        if layer in backend.step.summaries
+        if layer in summaries
     }
     return {
         "live_closed_pages": len(pages),
