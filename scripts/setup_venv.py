@@ -2,8 +2,8 @@
 
     setup_venv.py FOLDER
 
-Without a CUDA device it holds the versions of requirements/cpu.lock, with one the extras ``gpu`` and ``dev``; in both
-cases the project itself is installed editable. Runs on the standard library alone.
+Without a CUDA device it holds the versions of requirements/cpu.lock, with one the extras ``gpu``, ``eval`` and
+``dev``; in both cases the project itself is installed editable. Runs on the standard library alone.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def install_cpu(python: Path) -> None:
 
 def install_project(python: Path, kind: str) -> None:
     if kind == "cuda":
-        pip_install(python, "Installing SGLang for CUDA and sglang-sparse", "-e", ".[gpu,dev]", "gguf")
+        pip_install(python, "Installing SGLang for CUDA and sglang-sparse", "-e", ".[gpu,eval,dev]", "gguf")
     else:
         pip_install(python, "Installing sglang-sparse", "--no-deps", "--no-build-isolation", "-e", ".")
 

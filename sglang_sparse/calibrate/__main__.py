@@ -111,9 +111,10 @@ def run(args: argparse.Namespace) -> int:
         )
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        replay = Replay(args.model, device=device, dtype=getattr(torch, args.dtype))
-    except RuntimeError as error:
-        raise CalibrationError(f"--device {device}: {str(error).splitlines()[0]}") from None
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CalibrationError(f"--device {device} cannot be used: {str(error).splitlines()[0]}") from None
+    replay = Replay(args.model, device=device, dtype=getattr(torch, args.dtype))
     stop = frozenset({tokenizer.eos_token_id} - {None})
     about = {
         "model": args.model.resolve().name,
@@ -153,7 +154,7 @@ def report(args: argparse.Namespace, replay: Any, prompts: list, grid: list, sto
     if args.csv:
         reports.append_csv(args.csv, about, results, is_default)
     if args.plot:
-        reports.plot(args.plot, about, results, default)
+        reports.plot(args.plot, about, [reports.entry(made) for made in results], reports.entry(default))
     return 0
 
 
@@ -231,7 +232,9 @@ def calibrate(
     if args.csv:
         reports.append_csv(args.csv, about, [best], is_default)
     if args.plot:
-        reports.plot(args.plot, about, tried, best)
+        # Layers measured alone are steps on the way, not settings to choose from.
+        shown = [result for result in tried if not result.setting.options.dense_layers]
+        reports.plot(args.plot, about, [reports.entry(made) for made in (*shown, best)], reports.entry(best))
     print(
         f"wrote {args.config}: python -m sglang.launch_server ... --sparse-decode --sparse-decode-config {args.config}"
     )

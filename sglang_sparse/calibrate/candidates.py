@@ -34,43 +34,56 @@ class KeyScheme:
     """`[pages, page_size, Hkv, D]` fp32 keys to the keys that the copy stands for, of the same shape."""
     bytes_per_channel: float
     """Bytes a token and channel."""
+    variance: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The keys to the variance of the copy's rounding, `[pages, 1, Hkv, D]`; given, masses are freed of its bias."""
 
 
 # --- schemes -------------------------------------------------------------------------------------------------------
 
 
-def _fp8_down(x: torch.Tensor) -> torch.Tensor:
-    """The largest fp8 (e4m3) values that are not above `x`, as fp32."""
-    rounded = x.clamp(-448, 448).to(torch.float8_e4m3fn)
-    bits = rounded.view(torch.uint8).to(torch.int16)
-    above = rounded.float() > x
-    negative = bits >= 128
+def _down(x: torch.Tensor, dtype: torch.dtype, bits: torch.dtype) -> torch.Tensor:
+    """The largest values of a float `dtype` that are not above `x`, as fp32; `bits` is an int of its size."""
+    rounded = x.to(dtype)
+    pattern = rounded.view(bits)
     # Sign and magnitude: one further down is one less for positive numbers, one more for negative ones.
-    lower = torch.where(negative, bits + 1, torch.where(bits == 0, 129, bits - 1))
-    return torch.where(above, lower, bits).clamp(max=254).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    smallest_negative = torch.tensor(torch.iinfo(bits).min + 1, dtype=bits, device=x.device)
+    below = torch.where(pattern < 0, pattern + 1, torch.where(pattern == 0, smallest_negative, pattern - 1))
+    return torch.where(rounded.float() > x, below, pattern).view(dtype).float()
 
 
 def _bf16_down(x: torch.Tensor) -> torch.Tensor:
-    rounded = x.to(torch.bfloat16)
-    step = (rounded.float().abs() * 2**-8).clamp_min(1e-30)
-    return torch.where(rounded.float() > x, (rounded.float() - step).to(torch.bfloat16), rounded).float()
+    return _down(x, torch.bfloat16, torch.int16)
 
 
-def asymmetric(bits: int, page_size: int, meta: str = "bf16", tokens: int | None = None) -> KeyScheme:
-    """Codes of `bits` bits between the lowest and highest value of each channel over `tokens` (a page, if None)."""
+def _fp8_down(x: torch.Tensor) -> torch.Tensor:
+    # One pattern below the lowest is no number.
+    return _down(x.clamp(-416, 448), torch.float8_e4m3fn, torch.int8)
+
+
+def asymmetric(bits: int, page_size: int, meta: str = "bf16", *, unbiased: bool = False) -> KeyScheme:
+    """Codes of `bits` bits between the lowest and highest value of each channel in a page.
+
+    With `unbiased`, masses are corrected for the rounding: a uniform error of variance step^2 / 12 in each channel
+    adds normal noise of variance s^2 = scale^2 * sum(q^2 step^2) / 12 to a score, which multiplies its exp by
+    exp(s^2 / 2) in the mean.
+    """
     down = _fp8_down if meta == "fp8" else _bf16_down
-    group = tokens or page_size
     levels = 2**bits - 1
 
-    def reconstruct(keys: torch.Tensor) -> torch.Tensor:
-        shape = keys.shape
-        grouped = keys.reshape(-1, group, *shape[2:])
-        low = down(grouped.amin(1, keepdim=True))
-        step = -down(-(grouped.amax(1, keepdim=True) - low) / levels)
-        codes = ((grouped - low) / step.clamp_min(1e-30)).round().clamp(0, levels)
-        return (low + codes * step).reshape(shape)
+    def low_step(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        low = down(keys.amin(1, keepdim=True))
+        return low, -down(-(keys.amax(1, keepdim=True) - low) / levels)
 
-    return KeyScheme(reconstruct, bits / 8 + (2 if meta == "fp8" else 4) / group)
+    def variance(keys: torch.Tensor) -> torch.Tensor:
+        return low_step(keys)[1].square() / 12
+
+    def reconstruct(keys: torch.Tensor) -> torch.Tensor:
+        low, step = low_step(keys)
+        codes = ((keys - low) / step.clamp_min(1e-30) + 0.5).floor().clamp(0, levels)
+        return low + codes * step
+
+    bytes_per_channel = bits / 8 + (2 if meta == "fp8" else 4) / page_size
+    return KeyScheme(reconstruct, bytes_per_channel, variance if unbiased else None)
 
 
 def symmetric_2bit(page_size: int) -> KeyScheme:
@@ -155,7 +168,8 @@ class CopyEstimator:
 
     def allocate(self, pages: int, device: torch.device | str) -> Summary:
         g = self._geometry
-        return (torch.zeros((pages, g.page_size, g.kv_heads, g.head_dim), device=device),)
+        copy = torch.zeros((pages, g.page_size, g.kv_heads, g.head_dim), device=device)
+        return copy, torch.zeros((pages, g.kv_heads, g.head_dim), device=device)
 
     def summary_bytes(self) -> float:
         return self._scheme.bytes_per_channel * self._geometry.head_dim
@@ -166,9 +180,10 @@ class CopyEstimator:
     def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
         g = self._geometry
         pages = pages[pages >= 0].long()
-        summary[0][pages] = self._scheme.reconstruct(
-            k_pool.view(-1, g.page_size, g.kv_heads, g.head_dim)[pages].float()
-        )
+        keys = k_pool.view(-1, g.page_size, g.kv_heads, g.head_dim)[pages].float()
+        summary[0][pages] = self._scheme.reconstruct(keys)
+        if self._scheme.variance is not None:
+            summary[1][pages] = self._scheme.variance(keys)[:, 0]
 
     def block_mass(
         self,
@@ -198,6 +213,9 @@ class CopyEstimator:
         g = self._geometry
         slots, length = _sequence(page_table, seq_lens, g.page_size)
         scores = token_scores(q, summary[0].flatten(0, 1)[slots], scale)
+        if self._scheme.variance is not None:
+            noise = token_scores(q.float().square(), summary[1], scale**2)
+            scores -= noise[..., slots // g.page_size] / 2
         closed = seq_lens // g.page_size * g.page_size
         first = int(closed.min())
         if first < length:
@@ -336,7 +354,7 @@ class PageBound:
 def make_candidate(name: str, geometry: Geometry) -> Estimator:
     """The estimator of a name.
 
-    Names: `symmetric-2bit`; `asymmetric-Bbit[-fp8][-groupN][-rotated]`; `means-N-fp8`; `bound+asymmetric-…`;
+    Names: `symmetric-2bit`; `asymmetric-Bbit[-fp8][-unbiased][-rotated]`; `means-N-fp8`; `bound+asymmetric-…`;
     `mean+asymmetric-…` (block means in bf16 first).
 
     Raises:
@@ -358,8 +376,8 @@ def make_candidate(name: str, geometry: Geometry) -> Estimator:
         return CopyEstimator(geometry, symmetric_2bit(geometry.page_size), name)
     if match := re.fullmatch(r"means-(\d+)-fp8", name):
         return CopyEstimator(geometry, fp8_means(int(match[1]), geometry.page_size), name)
-    if match := re.fullmatch(r"asymmetric-(\d)bit(-fp8)?(?:-group(\d+))?(-rotated)?", name):
-        bits, meta, group = int(match[1]), "fp8" if match[2] else "bf16", int(match[3]) if match[3] else None
-        scheme = asymmetric(bits, geometry.page_size, meta, group)
-        return CopyEstimator(geometry, rotated(scheme, geometry.head_dim) if match[4] else scheme, name)
+    if match := re.fullmatch(r"asymmetric-(\d)bit(-fp8)?(-unbiased|-rotated)?", name):
+        meta = "fp8" if match[2] else "bf16"
+        scheme = asymmetric(int(match[1]), geometry.page_size, meta, unbiased=match[3] == "-unbiased")
+        return CopyEstimator(geometry, rotated(scheme, geometry.head_dim) if match[3] == "-rotated" else scheme, name)
     raise CandidateError(f"{name!r} is no candidate estimator")

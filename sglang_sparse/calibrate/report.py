@@ -60,21 +60,16 @@ def check_writable(*paths: Path | None) -> None:
             raise CalibrationError(f"{path}: cannot be written: give a file in a folder that exists and is writable")
 
 
+def entry(result: Result) -> dict[str, Any]:
+    """A result as a JSON object, with its figures by prompt, layer and head."""
+    by_head = ("kept_by_head", "coverage_by_head", "coverage_p1_by_head")
+    detailed = ("positions", "kl_by_prompt", *by_head, "bytes_by_layer")
+    return {**result.row(), **{name: getattr(result, name) for name in detailed}}
+
+
 def write_json(path: Path, about: Mapping[str, Any], results: Sequence[Result]) -> None:
     """Everything measured: `about` and each result with its figures by layer and head."""
-    entries = [
-        {
-            **result.row(),
-            "positions": result.positions,
-            "kl_by_prompt": result.kl_by_prompt,
-            "kept_by_head": result.kept_by_head,
-            "coverage_by_head": result.coverage_by_head,
-            "coverage_p1_by_head": result.coverage_p1_by_head,
-            "bytes_by_layer": result.bytes_by_layer,
-        }
-        for result in results
-    ]
-    text = json.dumps({**about, "results": entries}, indent=1)
+    text = json.dumps({**about, "results": [entry(result) for result in results]}, indent=1)
     write_whole(path, lambda file: file.write_text(text + "\n"))
 
 
@@ -135,24 +130,28 @@ def plotting() -> Any:
     return pyplot
 
 
-def plot(path: Path, about: Mapping[str, Any], results: Sequence[Result], shown: Result) -> None:
-    """A PNG: bytes read against KL, a line for each estimator, and `shown`'s kept blocks by layer and KV head."""
+def plot(path: Path, about: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], shown: Mapping[str, Any]) -> None:
+    """A PNG: bytes read against KL, a line for each estimator, and `shown`'s kept blocks by layer and KV head.
+
+    `about` and `entries` are what `write_json` writes, so a picture can be drawn anew from a report.
+    """
     pyplot = plotting()
     figure, (curve, heat) = pyplot.subplots(1, 2, figsize=(13, 5.5), width_ratios=(3, 2))
-    lines: dict[str, list[Result]] = {}
-    for result in results:
-        lines.setdefault(f"{result.setting.estimator} {result.setting.rule}", []).append(result)
-    for name, group in lines.items():
-        group.sort(key=lambda result: result.bytes_read)
+    curve.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for made in entries:
+        name = f"{made['estimator']} {made['rule']}".removesuffix(" coverage")
         # A KL of 0 has no place on a logarithmic axis.
-        curve.plot([r.bytes_read for r in group], [max(r.kl_mean, 1e-7) for r in group], marker="o", ms=3, label=name)
+        lines.setdefault(name, []).append((made["bytes_read"], max(made["kl_mean"], 1e-7)))
+    for name, points in lines.items():
+        curve.plot(*zip(*sorted(points), strict=True), marker="o", ms=3, label=name)
     curve.set(yscale="log", xlabel="bytes read ÷ all KV bytes", ylabel="mean KL to dense, nats")
     curve.set_title(f"{about['model']}, {about['context']} tokens, {about['prompts']} prompts")
     curve.grid(alpha=0.3)
     curve.legend(fontsize=6)
-    image = heat.imshow(shown.kept_by_head, aspect="auto", vmin=0, cmap="viridis")
-    heat.set(xlabel="KV head", ylabel="layer")
-    heat.set_title(f"blocks kept: {shown.setting.estimator} {shown.setting.value:g}", fontsize=9)
+    image = heat.imshow(shown["kept_by_head"], aspect="auto", vmin=0, cmap="viridis")
+    heat.set(xlabel="KV head", ylabel="layer", xticks=range(len(shown["kept_by_head"][0])))
+    heat.set_title(f"blocks kept: {shown['estimator']} {shown['value']:g}", fontsize=9)
     figure.colorbar(image, ax=heat)
     figure.tight_layout()
     try:

@@ -30,10 +30,8 @@ class Setting:
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", dataclasses.replace(self.options, min_context=0))
         self.options.check_page_size(self.page_size)
-        if self.tail_tokens % self.options.block_size:
-            raise OptionsError(
-                f"tail is {self.tail_tokens}: give a multiple of the block size {self.options.block_size}"
-            )
+        if (self.tail or 0) % self.options.block_size:
+            raise OptionsError(f"tail is {self.tail}: give a multiple of the block size {self.options.block_size}")
 
     @property
     def _served_tail(self) -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_sparse.evaluate.lm_eval_parts import VERSION
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -70,10 +72,12 @@ def test_lock_file_is_exact_and_holds_the_extras() -> None:
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
     locked = {canonical(line): line for line in lines}
     project = (ROOT / "pyproject.toml").read_text()
-    for extra in ("cpu", "dev"):
+    for extra in ("cpu", "dev", "eval"):
         listed = re.search(rf"^{extra} = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
         assert listed is not None
         names = {canonical(name) for name in re.findall(r'"(.+?)"', listed[1])}
         assert names
         assert names <= locked.keys(), names - locked.keys()
     assert f'gpu = ["{locked["sglang"]}"]' in project
+    assert f"lm_eval=={VERSION}" == locked["lm-eval"]
+    assert f'"lm-eval[api,ruler]=={VERSION}"' in project
