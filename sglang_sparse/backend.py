@@ -65,12 +65,13 @@ class SparseDecodeBackend(AttentionBackend):
             self.audit = CoverageAudit(self.step, key_pool=pool.get_key_buffer, scales=scales)
         self._prefill_backend: AttentionBackend | None = None
         logger.info(
-            "Sparse decode: %d of %d layers, estimator %s, rule %s, page %d, block %d; "
+            "Sparse decode: %d of %d layers, estimator %s, rule %s, tail %s, page %d, block %d; "
             "page summaries %.2f GB, step buffers %.2f GB.",
             len(self.step.sparse_layers),
             len(layers),
             self.step.estimator.name,
             self.step.rule.name,
+            options.resolved_tail,
             pool.page_size,
             options.block_size,
             self.step.summaries.bytes / 1e9,

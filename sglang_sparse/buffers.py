@@ -17,6 +17,7 @@ class DecodeBuffers:
         max_pages: pages of the longest request.
         thresholds: what the selection rule asks for in each layer.
         selects: False if no layer selects, so that masses and lists are never written.
+        has_tail: whether the blocks that are not read are answered, which takes their mask and log-sum-exps.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class DecodeBuffers:
         max_pages: int,
         thresholds: list[float],
         selects: bool,
+        has_tail: bool,
         device: torch.device | str,
     ) -> None:
         self._page_size = geometry.page_size
@@ -38,13 +40,16 @@ class DecodeBuffers:
         self.thresholds = by_layer[:, None].expand(-1, max_requests).contiguous()
         """`[layers, max_requests]`."""
 
-        self.turn = requests_per_turn(geometry, max_pages, max_requests)
+        self.turn = requests_per_turn(geometry, max_pages, max_requests, has_tail)
         rows = (self.turn if selects else 0, geometry.kv_heads)
         blocks = max_pages * geometry.blocks_per_page
         self.log_mass = torch.empty((*rows, geometry.group_size, blocks), dtype=torch.float32, device=device)
         self.scratch = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
         self.block_lists = torch.empty((*rows, blocks), dtype=torch.int32, device=device)
         self.block_counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        answered = rows[0] if has_tail else 0
+        self.kept_mask = torch.empty((answered, geometry.kv_heads, blocks), dtype=torch.uint8, device=device)
+        self.lse = torch.empty((answered, geometry.query_heads), dtype=torch.float32, device=device)
         self.attention = AttentionWorkspace.create(
             num_programs=None, group_size=geometry.group_size, head_dim=geometry.head_dim, device=device
         )

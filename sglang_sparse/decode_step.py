@@ -1,6 +1,7 @@
-"""One decode step without SGLang: update summaries, choose blocks, attend. The backend feeds it from SGLang's pools.
+"""One decode step without SGLang: update summaries, choose blocks, attend, add the tail.
 
-Nothing here allocates, waits for the device or branches on data, so that a step can be captured in a CUDA graph.
+The backend feeds it from SGLang's pools. Nothing here allocates, waits for the device or branches on data, so that a
+step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from sglang_sparse.observe.counters import DecodeCounters
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection import make_estimator, make_rule
 from sglang_sparse.summaries import PageSummaries
+from sglang_sparse.tail import make_tail
 
 
 class DecodeStep:
@@ -41,15 +43,17 @@ class DecodeStep:
         self.geometry = geometry
         self.estimator = make_estimator(options, geometry)
         self.rule = make_rule(options, geometry)
+        self.tail = make_tail(options, geometry)
         dense = set(options.dense_layers) if self.rule.needs_mass else set(range(layers))
         self.sparse_layers = [layer for layer in range(layers) if layer not in dense]
-        self.summaries = PageSummaries(self.estimator, self.sparse_layers, pages, device)
+        self.summaries = PageSummaries(self.estimator, self.sparse_layers, pages, device, self.tail)
         self.buffers = DecodeBuffers(
             geometry,
             max_requests=max_requests,
             max_pages=max_pages,
             thresholds=[self.rule.threshold(layer) for layer in range(layers)],
             selects=bool(self.sparse_layers),
+            has_tail=self.tail is not None,
             device=device,
         )
         self.tap: SelectionTap | None = None
@@ -66,7 +70,7 @@ class DecodeStep:
             geometry,
             layers=layers,
             sparse_layers=self.sparse_layers,
-            scan_bytes=self.estimator.scan_bytes(),
+            scan_bytes=self.estimator.scan_bytes() + (self.tail.summary_bytes() if self.tail else 0),
             min_context=options.min_context,
             device=device,
         )
@@ -90,7 +94,7 @@ class DecodeStep:
         """
         batch = q.shape[0]
         if layer in self.summaries:
-            self.summaries.update(layer, k_pool, self.buffers.closing_pages[:batch])
+            self.summaries.update(layer, k_pool, v_pool, self.buffers.closing_pages[:batch])
         for start in range(0, batch, self.buffers.turn):
             turn = slice(start, min(start + self.buffers.turn, batch))
             self._attend_turn(layer, q[turn], k_pool, v_pool, turn, scale, out[turn])
@@ -108,9 +112,10 @@ class DecodeStep:
         """`attend` for the requests of one turn, which share the selection buffers with those of the next."""
         b, g = self.buffers, self.geometry
         page_table, seq_lens = b.page_table[turn], b.seq_lens[turn]
+        rows = slice(0, q.shape[0])
         block_lists = block_counts = None
+        tail = self.tail if layer in self.summaries else None
         if layer in self.summaries:
-            rows = slice(0, q.shape[0])
             block_lists, block_counts = b.block_lists[rows], b.block_counts[rows]
             self.estimator.block_mass(
                 q,
@@ -130,6 +135,7 @@ class DecodeStep:
                 block_counts=block_counts,
                 scratch=b.scratch[rows],
                 kept_total=self.counters.kept_blocks[layer],
+                kept_mask=b.kept_mask[rows] if tail else None,
                 tap=TapPoint(self.tap, layer, q, first_row=turn.start) if self.tap is not None else None,
             )
         sparse_attention(
@@ -145,4 +151,17 @@ class DecodeStep:
             block_size=g.block_size,
             out=out,
             workspace=b.attention,
+            lse=b.lse[rows] if tail else None,
         )
+        if tail:
+            tail.add(
+                b.log_mass[rows],
+                seq_lens,
+                b.block_counts[rows],
+                b.kept_mask[rows],
+                self.summaries.value_means(layer),
+                page_table,
+                b.lse[rows],
+                out=out,
+                workspace=b.attention,
+            )

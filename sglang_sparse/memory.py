@@ -7,20 +7,23 @@ from typing import Any
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection import make_estimator, make_rule
+from sglang_sparse.tail import make_tail
 
 MAX_STEP_BYTES = 256 << 20
 """The step's per-request buffers are sized for as many requests as fit; larger batches are served in turns."""
 
 
-def step_bytes_per_request(geometry: Geometry, max_pages: int) -> int:
-    """Bytes of log-masses, scratch and list that one request of `max_pages` pages needs."""
+def step_bytes_per_request(geometry: Geometry, max_pages: int, has_tail: bool) -> int:
+    """Bytes of log-masses, scratch and list that one request of `max_pages` pages needs, and with a tail of the mask of
+    blocks and the log-sum-exps."""
     blocks = max_pages * geometry.blocks_per_page
-    return blocks * geometry.kv_heads * (geometry.group_size + 2) * 4
+    selection = blocks * geometry.kv_heads * (geometry.group_size + 2) * 4
+    return selection + (blocks * geometry.kv_heads + geometry.query_heads * 4) * has_tail
 
 
-def requests_per_turn(geometry: Geometry, max_pages: int, max_requests: int) -> int:
+def requests_per_turn(geometry: Geometry, max_pages: int, max_requests: int, has_tail: bool) -> int:
     """How many requests are selected and attended together."""
-    return max(1, min(max_requests, MAX_STEP_BYTES // step_bytes_per_request(geometry, max_pages)))
+    return max(1, min(max_requests, MAX_STEP_BYTES // step_bytes_per_request(geometry, max_pages, has_tail)))
 
 
 def audit_bytes(geometry: Geometry, max_pages: int) -> int:
@@ -67,9 +70,11 @@ def reserve(
     if not make_rule(options, geometry).needs_mass:
         return inner
     sparse_layers = layers - len(options.dense_layers)
-    share = make_estimator(options, geometry).summary_bytes() * sparse_layers / (geometry.kv_bytes * layers)
-    turn = requests_per_turn(geometry, max_pages, max_requests)
-    reserved = turn * step_bytes_per_request(geometry, max_pages) + max_requests * max_pages * 4
+    tail = make_tail(options, geometry)
+    summary_bytes = make_estimator(options, geometry).summary_bytes() + (tail.summary_bytes() if tail else 0)
+    share = summary_bytes * sparse_layers / (geometry.kv_bytes * layers)
+    turn = requests_per_turn(geometry, max_pages, max_requests, tail is not None)
+    reserved = turn * step_bytes_per_request(geometry, max_pages, tail is not None) + max_requests * max_pages * 4
     if options.audit_rate > 0:
         reserved += audit_bytes(geometry, max_pages)
     return SparsePoolConfigurator(inner, share, reserved)

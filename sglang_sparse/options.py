@@ -20,6 +20,9 @@ ENVIRONMENT_VARIABLE = "SGLANG_SPARSE_DECODE_OPTIONS"
 ESTIMATORS = ("thumbnail", "mean", "mean-variance", "minmax", "exact")
 RULES = ("coverage", "top-k", "all")
 GROUPS = ("average", "every")
+TAILS = ("mean", "drop")
+MASS_ESTIMATORS = ("thumbnail", "exact")
+"""Estimators whose masses are close enough to the true ones to weigh values with; minmax and mean give bounds."""
 THUMBNAIL_BITS = (2, 3, 4)
 BLOCK_SIZES = (8, 16, 32, 64)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -94,6 +97,8 @@ class SparseDecodeOptions:
     thumbnail_bits: int = 4
     block_size: int = 16
     group: str = "average"
+    tail: str | None = None
+    """See `resolved_tail`."""
     rule: str = "coverage"
     top_k: float | None = None
     min_context: int = 4096
@@ -117,6 +122,13 @@ class SparseDecodeOptions:
         _choice("block_size", self.block_size, BLOCK_SIZES)
         _choice("group", self.group, GROUPS)
         _choice("rule", self.rule, RULES)
+        if self.tail is not None:
+            _choice("tail", self.tail, TAILS)
+        if self.tail == "mean" and self.estimator not in MASS_ESTIMATORS:
+            raise OptionsError(
+                f"{flag('tail')} mean needs better mass estimates than those of {flag('estimator')} {self.estimator}: "
+                f"use {flag('tail')} drop, or {flag('estimator')} {' or '.join(MASS_ESTIMATORS)}"
+            )
         self._check_top_k()
         _int("min_context", self.min_context, 0)
         _int("sink_tokens", self.sink_tokens, 0)
@@ -132,6 +144,14 @@ class SparseDecodeOptions:
         _number("audit_rate", self.audit_rate)
         if not 0 <= self.audit_rate <= 1:
             raise OptionsError(f"{flag('audit_rate')} is {self.audit_rate}: give a share of decode steps from 0 to 1")
+
+    @property
+    def resolved_tail(self) -> str:
+        """What stands for the blocks that are not read, `mean` or `drop`; `mean` where the estimator allows it, unless
+        given."""
+        if self.tail is not None:
+            return self.tail
+        return "mean" if self.estimator in MASS_ESTIMATORS else "drop"
 
     def gamma_of(self, layer: int) -> float:
         """The coverage asked for in a layer."""
@@ -333,6 +353,12 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         "group",
         "What gamma applies to: the average over the query heads that share a KV head, or every one of them.",
         metavar=_braces(GROUPS),
+    )
+    add(
+        "tail",
+        "What stands for the blocks that are not read: their page's mean value, weighted by their estimated mass, or "
+        "nothing (drop). Unless given: mean with the estimators thumbnail and exact, else drop.",
+        metavar=_braces(TAILS),
     )
     add("rule", "How estimates become a list of blocks.", metavar=_braces(RULES))
     add("top_k", "Blocks to keep with rule top-k: a count, or a fraction of the context below 1.", type=float)

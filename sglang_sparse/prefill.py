@@ -68,8 +68,8 @@ def summarise_prefill(
         ) -> Any:
             out = super().forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
             if self.closed_pages is not None:
-                keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-                summaries.update(layer.layer_id, keys, self.closed_pages)
+                keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+                summaries.update(layer.layer_id, keys, values, self.closed_pages)
                 self.summarised_layers += 1
             return out
 

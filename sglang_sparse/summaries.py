@@ -1,7 +1,8 @@
 """Page summaries of all layers, indexed by physical page.
 
-A page's summary depends on its keys alone, and a full page never changes until it is reused. So summaries need no
-bookkeeping: prefix sharing, eviction and reuse of pages are right as long as a page is summarised when it closes.
+A page's summary depends on its keys and values alone, and a full page never changes until it is reused. So summaries
+need no bookkeeping: prefix sharing, eviction and reuse of pages are right as long as a page is summarised when it
+closes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 
 from sglang_sparse.selection import Estimator
 from sglang_sparse.selection.estimators import Summary
+from sglang_sparse.tail import MeanTail
 
 
 class PageSummaries:
@@ -19,37 +21,60 @@ class PageSummaries:
         estimator: what is kept of a page.
         layers: indices of the layers that decode sparsely; others have no summaries.
         pages: physical pages of the KV pool, the padding page included.
+        tail: what is kept of a page's values; None for nothing.
     """
 
-    def __init__(self, estimator: Estimator, layers: list[int], pages: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        estimator: Estimator,
+        layers: list[int],
+        pages: int,
+        device: torch.device | str,
+        tail: MeanTail | None = None,
+    ) -> None:
         self.pages = pages
         self._estimator = estimator
+        self._tail = tail
         self._layers: dict[int, Summary] = {layer: estimator.allocate(pages, device) for layer in layers}
+        self._means = {layer: tail.allocate(pages, device) for layer in layers} if tail else {}
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for summary in self._layers.values() for tensor in summary)
+        return sum(tensor.nbytes for layer in self._layers for tensor in self._tensors(layer))
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._layers
 
     def __getitem__(self, layer: int) -> Summary:
+        """The estimator's summaries of a sparse layer."""
         return self._layers[layer]
 
-    def update(self, layer: int, k_pool: torch.Tensor, pages: torch.Tensor) -> None:
-        """Summarises `pages` (`[n]`, closed; negative entries are skipped) of one layer; dense layers do nothing."""
-        summary = self._layers.get(layer)
-        if summary:
-            self._estimator.update(k_pool, pages, summary)
+    @property
+    def has_tail(self) -> bool:
+        return self._tail is not None
 
-    def stale_pages(self, layer: int, k_pool: torch.Tensor, pages: torch.Tensor) -> int:
-        """How many of `pages` (`[n]`, closed) have a summary that differs from one made anew from `k_pool`."""
-        summary = self._layers.get(layer)
-        if not summary or not len(pages):
+    def value_means(self, layer: int) -> torch.Tensor:
+        """The tail's mean values of a sparse layer."""
+        return self._means[layer]
+
+    def update(self, layer: int, k_pool: torch.Tensor, v_pool: torch.Tensor, pages: torch.Tensor) -> None:
+        """Summarises `pages` (`[n]`, closed; negative entries are skipped) of one layer; dense layers do nothing."""
+        if layer not in self._layers:
+            return
+        self._estimator.update(k_pool, pages, self._layers[layer])
+        if self._tail:
+            self._tail.update(v_pool, pages, self._means[layer])
+
+    def stale_pages(self, layer: int, k_pool: torch.Tensor, v_pool: torch.Tensor, pages: torch.Tensor) -> int:
+        """How many of `pages` (`[n]`, closed) have a summary that differs from one made anew from the pools."""
+        if layer not in self._layers or not len(pages):
             return 0
-        fresh = self._estimator.allocate(self.pages, k_pool.device)
-        self._estimator.update(k_pool, pages, fresh)
+        fresh = PageSummaries(self._estimator, [layer], self.pages, k_pool.device, self._tail)
+        fresh.update(layer, k_pool, v_pool, pages)
         differs = torch.zeros(len(pages), dtype=torch.bool, device=k_pool.device)
-        for kept, made in zip(summary, fresh, strict=True):
+        for kept, made in zip(self._tensors(layer), fresh._tensors(layer), strict=True):
             differs |= (kept[pages].view(torch.uint8) != made[pages].view(torch.uint8)).flatten(1).any(1)
         return int(differs.sum())
+
+    def _tensors(self, layer: int) -> list[torch.Tensor]:
+        return [*self._layers[layer], *([self._means[layer]] if self._tail else [])]

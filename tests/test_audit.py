@@ -156,7 +156,7 @@ def test_pages_that_a_prefill_takes_over_are_measured_before() -> None:
 
     class Prefill:
         def __init__(self) -> None:
-            self.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer: sim.pools[layer][0])
+            self.token_to_kv_pool = SimpleNamespace(get_kv_buffer=lambda layer: sim.pools[layer])
 
         def init_forward_metadata(self, forward_batch: object) -> None:
             pass

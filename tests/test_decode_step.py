@@ -24,6 +24,7 @@ OPTIONS = [
     {"rule": "top-k", "top_k": 9, "estimator": "exact"},
     {"gamma": 0.9, "estimator": "mean-variance"},
     {"gamma": 0.9, "thumbnail_bits": 2, "min_context": 150},
+    {"gamma": 0.8, "tail": "drop"},
 ]
 
 
@@ -65,7 +66,7 @@ class Simulation:
         for row, length in enumerate(lengths):
             closed = table[row + 1, : length // g.page_size * g.page_size : g.page_size] // g.page_size
             for layer in range(LAYERS):
-                self.step.summaries.update(layer, self.pools[layer][0], closed.to(device))
+                self.step.summaries.update(layer, *self.pools[layer], closed.to(device))
 
     def queries(self, number: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 + number)
@@ -95,7 +96,7 @@ class Simulation:
         return self.step.buffers.block_lists[row, head, :count].tolist()
 
     def expected(self, layer: int, row: int, q: torch.Tensor) -> torch.Tensor:
-        """Attention over the listed blocks in float64."""
+        """Attention over the listed blocks in float64; with a tail, also over the means of the pages of the others."""
         g, length = self.geometry, self.lengths[row]
         slots = self.req_to_token[row + 1, :length].long()
         out = torch.empty(g.query_heads, g.head_dim, dtype=torch.float64)
@@ -104,8 +105,15 @@ class Simulation:
             kept = torch.zeros(length, dtype=torch.bool)
             for block in self.listed(layer, row, kv_head):
                 kept[block * g.block_size : (block + 1) * g.block_size] = True
-            k, v = (pool[slots, kv_head].double().cpu()[kept] for pool in self.pools[layer])
-            out[head] = torch.softmax(k @ q[layer, row, head].double().cpu() * SCALE, 0) @ v
+            k, v = (pool[slots, kv_head].double().cpu() for pool in self.pools[layer])
+            scores, values = [k[kept] @ q[layer, row, head].double().cpu() * SCALE], [v[kept]]
+            if self.step.options.resolved_tail == "mean" and not kept.all():
+                mass = self.step.buffers.log_mass[row, kv_head, head % g.group_size].double().cpu()
+                for block in (~kept[:: g.block_size]).nonzero().flatten().tolist():
+                    page = block * g.block_size // g.page_size * g.page_size
+                    scores.append(mass[block : block + 1])
+                    values.append(v[page : page + g.page_size].mean(0, keepdim=True))
+            out[head] = torch.softmax(torch.cat(scores), 0) @ torch.cat(values)
         return out
 
 
@@ -142,7 +150,7 @@ def test_growing_requests_attend_to_their_lists(changes: dict, turns: bool, monk
     for row, length in enumerate(sim.lengths):
         pages = sim.req_to_token[row + 1, : length // 32 * 32 : 32].long() // 32
         for layer in range(LAYERS):
-            assert sim.step.summaries.stale_pages(layer, sim.pools[layer][0], pages) == 0
+            assert sim.step.summaries.stale_pages(layer, *sim.pools[layer], pages) == 0
     reading = sim.step.counters.read()
     assert reading.steps == 40
     assert reading.kept_fraction is not None
@@ -161,6 +169,52 @@ def test_turns_give_what_one_turn_gives(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(outs[0][0], outs[1][0])
     assert torch.equal(outs[0][1], outs[1][1])
     assert 0 < outs[0][1].sum() < LAYERS * 2 * (1 + 2 + 13 + 19)
+
+
+@pytest.mark.parametrize("estimator", ["thumbnail", "exact"])
+def test_the_tail_brings_a_step_closer_to_dense_attention(estimator: str) -> None:
+    outs = {}
+    for changes in ({"tail": "mean"}, {"tail": "drop"}, {"rule": "all"}):
+        options = SparseDecodeOptions(
+            **{"min_context": 0, "sink_tokens": 4, "window_tokens": 16, "gamma": 0.6, "estimator": estimator, **changes}
+        )
+        sim = Simulation(lengths(), options, DEVICE)
+        sim.load([0, 1, 2, 3])
+        out = torch.empty_like(sim.queries(0))
+        sim.attend(sim.queries(0), out)
+        outs[next(iter(changes.values()))] = out.double()
+    errors = {name: (out - outs["all"]).norm(dim=-1)[:, 2:] for name, out in outs.items()}
+    assert (errors["drop"] > 0).all()
+    assert errors["mean"].mean() < 0.8 * errors["drop"].mean()
+
+
+def test_rows_that_read_everything_are_the_same_with_and_without_tail() -> None:
+    outs = []
+    for changes in ({"tail": "mean"}, {"tail": "drop"}):
+        sim = Simulation(
+            lengths(), SparseDecodeOptions(min_context=250, window_tokens=16, gamma=0.6, **changes), DEVICE
+        )
+        sim.load([0, 2, 3])
+        out = torch.full_like(sim.queries(0), float("nan"))
+        sim.attend(sim.queries(0), out)
+        outs.append(out)
+    assert torch.equal(outs[0][:, :3], outs[1][:, :3])
+    assert not torch.equal(outs[0][:, 3], outs[1][:, 3])
+
+
+def test_the_tail_is_counted_as_scanned() -> None:
+    read = []
+    for tail in ("drop", "mean"):
+        sim = Simulation([320], SparseDecodeOptions(min_context=0, window_tokens=16, tail=tail), DEVICE)
+        sim.lengths = [319]
+        sim.load([0])
+        out = torch.empty_like(sim.queries(0))
+        sim.attend(sim.queries(0), out)
+        reading = sim.step.counters.read()
+        assert reading.bytes_read_fraction is not None
+        read.append(reading.bytes_read_fraction)
+    # One value for each page of 32 tokens, beside 32 keys and 32 values.
+    assert read[1] - read[0] == pytest.approx(1 / 64)
 
 
 @pytest.mark.gpu
@@ -196,6 +250,8 @@ def test_a_captured_step_replays_with_other_requests(changes: dict) -> None:
             else ()
         ):
             assert torch.equal(kept.view(torch.uint8), made.view(torch.uint8))
+        if sim.step.tail and layer in sim.step.summaries:
+            assert torch.equal(sim.step.summaries.value_means(layer), eager.step.summaries.value_means(layer))
 
 
 @pytest.mark.parametrize("estimator", ["thumbnail", "mean", "mean-variance", "minmax", "exact"])
@@ -212,7 +268,7 @@ def test_odd_shapes_give_numbers(estimator: str, rule: dict, group: str) -> None
         )
         step = DecodeStep(options, geometry, layers=1, pages=10, max_requests=4, max_pages=9, device=DEVICE)
         k_pool, v_pool = torch.randn(2, 10 * page_size, 2, 96, device=DEVICE)
-        step.summaries.update(0, k_pool, torch.arange(1, 10, dtype=torch.int32, device=DEVICE))
+        step.summaries.update(0, k_pool, v_pool, torch.arange(1, 10, dtype=torch.int32, device=DEVICE))
         table = torch.arange(page_size, 10 * page_size, dtype=torch.int32, device=DEVICE).repeat(5, 1)
         for lengths_now in ([1], [0, 1, page_size], [9 * page_size, page_size - 1, 2, 0]):
             count = len(lengths_now)

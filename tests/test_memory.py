@@ -14,6 +14,7 @@ from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import ESTIMATORS, SparseDecodeOptions
 from sglang_sparse.selection import make_estimator
 from sglang_sparse.summaries import PageSummaries
+from sglang_sparse.tail import MeanTail, make_tail
 
 GEOMETRY = Geometry(kv_heads=8, group_size=4, head_dim=128, dtype=torch.bfloat16, page_size=64, block_size=16)
 LAYERS = 32
@@ -42,7 +43,19 @@ def test_pool_summaries_and_buffers_fit_the_budget(estimator: str, dense_layers:
     pages = tokens // 64 + 1
     summary = make_estimator(options, GEOMETRY).allocate(pages, "meta")
     summaries = sum(tensor.nbytes for tensor in summary) * (LAYERS - len(dense_layers))
-    buffers = DecodeBuffers(GEOMETRY, max_requests=64, max_pages=2048, thresholds=[0.95], selects=True, device="meta")
+    tail = make_tail(options, GEOMETRY)
+    if tail:
+        summaries += tail.allocate(pages, "meta").nbytes * (LAYERS - len(dense_layers))
+    assert (tail is not None) == (estimator in ("thumbnail", "exact"))
+    buffers = DecodeBuffers(
+        GEOMETRY,
+        max_requests=64,
+        max_pages=2048,
+        thresholds=[0.95],
+        selects=True,
+        has_tail=tail is not None,
+        device="meta",
+    )
     used = tokens * KV_BYTES + summaries + buffers.bytes
     assert used <= budget + (64 << 20)
     assert used >= budget * 0.99 - memory.MAX_STEP_BYTES
@@ -76,16 +89,28 @@ def test_other_attributes_are_the_inner_configurators() -> None:
     assert reserve(SparseDecodeOptions()).marker == "inner"
 
 
-def test_a_turn_holds_what_fits_and_at_least_one_request() -> None:
-    per_request = memory.step_bytes_per_request(GEOMETRY, 2048)
-    turn = memory.requests_per_turn(GEOMETRY, 2048, 10_000)
+@pytest.mark.parametrize("has_tail", [False, True])
+def test_a_turn_holds_what_fits_and_at_least_one_request(has_tail: bool) -> None:
+    per_request = memory.step_bytes_per_request(GEOMETRY, 2048, has_tail)
+    turn = memory.requests_per_turn(GEOMETRY, 2048, 10_000, has_tail)
     assert turn * per_request <= memory.MAX_STEP_BYTES < (turn + 1) * per_request
-    assert memory.requests_per_turn(GEOMETRY, 2048, 3) == 3
-    assert memory.requests_per_turn(GEOMETRY, 10_000_000, 3) == 1
+    assert memory.requests_per_turn(GEOMETRY, 2048, 3, has_tail) == 3
+    assert memory.requests_per_turn(GEOMETRY, 10_000_000, 3, has_tail) == 1
+
+
+@pytest.mark.parametrize("has_tail", [False, True])
+def test_step_bytes_are_what_is_allocated(has_tail: bool) -> None:
+    arguments = {"max_pages": 2048, "thresholds": [0.95], "selects": True, "has_tail": has_tail, "device": "meta"}
+    one, two = (DecodeBuffers(GEOMETRY, max_requests=count, **arguments) for count in (1, 2))
+    # A row of the page table, length, closing page, threshold and counts belong to no turn.
+    rest = 2048 * 4 + 3 * 4 + GEOMETRY.kv_heads * 4
+    assert two.bytes - one.bytes - rest == memory.step_bytes_per_request(GEOMETRY, 2048, has_tail)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_summary_bytes_are_what_is_allocated(estimator: str) -> None:
     made = make_estimator(SparseDecodeOptions(estimator=estimator), GEOMETRY)
-    summaries = PageSummaries(made, [0, 1], 100, "meta")
-    assert summaries.bytes == pytest.approx(made.summary_bytes() * GEOMETRY.kv_heads * 100 * 64 * 2)
+    for tail in (None, MeanTail(GEOMETRY)):
+        summaries = PageSummaries(made, [0, 1], 100, "meta", tail)
+        per_token = made.summary_bytes() + (tail.summary_bytes() if tail else 0)
+        assert summaries.bytes == pytest.approx(per_token * GEOMETRY.kv_heads * 100 * 64 * 2)

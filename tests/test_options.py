@@ -64,7 +64,7 @@ def test_flags_reach_their_options() -> None:
             "0,2-4",
         ],
         *["--sparse-decode-gamma", "0.9", "--sparse-decode-thumbnail-bits", "4"],
-        *["--sparse-decode-audit-rate", "0.5"],
+        *["--sparse-decode-audit-rate", "0.5", "--sparse-decode-tail", "drop"],
     )
     assert options == SparseDecodeOptions(
         gamma=0.9,
@@ -79,6 +79,7 @@ def test_flags_reach_their_options() -> None:
         window_tokens=64,
         dense_layers=(0, 2, 3, 4),
         audit_rate=0.5,
+        tail="drop",
     )
 
 
@@ -97,6 +98,22 @@ def test_environment_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SparseDecodeOptions.from_environment() == options
 
 
+@pytest.mark.parametrize(
+    ("estimator", "resolved"),
+    [("thumbnail", "mean"), ("exact", "mean"), ("mean", "drop"), ("mean-variance", "drop"), ("minmax", "drop")],
+)
+def test_the_tail_follows_the_estimator_unless_given(estimator: str, resolved: str) -> None:
+    options = SparseDecodeOptions(estimator=estimator)
+    assert options.tail is None
+    assert options.resolved_tail == resolved
+    assert SparseDecodeOptions(estimator=estimator, tail="drop").resolved_tail == "drop"
+    if resolved == "mean":
+        assert SparseDecodeOptions(estimator=estimator, tail="mean").resolved_tail == "mean"
+    else:
+        with pytest.raises(OptionsError, match=f"--sparse-decode-tail mean.*--sparse-decode-estimator {estimator}"):
+            SparseDecodeOptions(estimator=estimator, tail="mean")
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gamma": 0}, "--sparse-decode-gamma"),
     ({"gamma": 1.01}, "--sparse-decode-gamma"),
@@ -105,6 +122,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gamma": True}, "--sparse-decode-gamma"),
     ({"estimator": "magic"}, "--sparse-decode-estimator"),
     ({"rule": "magic"}, "--sparse-decode-rule"),
+    ({"tail": "magic"}, "--sparse-decode-tail"),
+    ({"tail": True}, "--sparse-decode-tail"),
     ({"group": "some"}, "--sparse-decode-group"),
     ({"thumbnail_bits": 5}, "--sparse-decode-thumbnail-bits"),
     ({"block_size": 12}, "--sparse-decode-block-size"),

@@ -27,7 +27,9 @@ class Backend:
     """Stands in for SGLang's prefill backend."""
 
     def __init__(self) -> None:
-        self.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer: f"keys of layer {layer}")
+        self.token_to_kv_pool = SimpleNamespace(
+            get_kv_buffer=lambda layer: (f"keys of layer {layer}", f"values of layer {layer}")
+        )
         self.calls: list[str] = []
 
     def init_forward_metadata(self, forward_batch: object) -> None:
@@ -50,7 +52,9 @@ class Mode:
 def recorded() -> tuple[Backend, list]:
     updates: list = []
     backend = Backend()
-    summaries = SimpleNamespace(update=lambda layer, keys, pages: updates.append((layer, keys, pages.tolist())))
+    summaries = SimpleNamespace(
+        update=lambda layer, keys, values, pages: updates.append((layer, keys, values, pages.tolist()))
+    )
     summarise_prefill(backend, summaries, 16)
     return backend, updates
 
@@ -79,7 +83,7 @@ def test_closed_pages_are_summarised_after_each_layer(recorded: tuple[Backend, l
     backend.init_forward_metadata(chunk)
     assert updates == []
     assert backend.forward_extend("q", "k", "v", SimpleNamespace(layer_id=3), chunk) == "q"
-    assert updates == [(3, "keys of layer 3", [5, 9])]
+    assert updates == [(3, "keys of layer 3", "values of layer 3", [5, 9])]
     assert backend.calls == ["metadata", "extend"]
     assert isinstance(backend, Backend)
 

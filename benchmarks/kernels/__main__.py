@@ -15,6 +15,7 @@ from .common import Measurement, Suite, measure_read_rate, table, write_csv
 OPERATIONS = (
     "sparse_attention",
     "combine",
+    "tail_attention",
     "block_mass_thumbnail",
     "block_mass_statistics",
     "block_mass_exact",

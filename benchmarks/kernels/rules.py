@@ -26,10 +26,11 @@ def measure_rule(
     target: dict[str, float],
     group: str,
     tapped_row: int | None = None,
+    with_mask: bool = False,
 ) -> Iterator[Measurement]:
     """Measures a rule for every batch size and context. `target` is gamma or top_k with its value.
 
-    With `tapped_row` the rule has a tap on that request, or on none if it is negative.
+    With `tapped_row` the rule has a tap on that request, or on none if it is negative; with `with_mask` it writes one.
     """
     ((target_name, value),) = target.items()
     for size, context in suite.cases():
@@ -46,6 +47,7 @@ def measure_rule(
         lists = [torch.zeros(*shape[:2], capacity, dtype=torch.int32, device=suite.device) for _ in sets]
         counts = [torch.zeros(shape[:2], dtype=torch.int32, device=suite.device) for _ in sets]
         scratch = torch.zeros(*shape[:2], capacity, device=suite.device)
+        mask = torch.zeros(*shape[:2], capacity, dtype=torch.uint8, device=suite.device) if with_mask else None
         targets = torch.full((size,), float(value), device=suite.device)
         tap = None if tapped_row is None else _make_tap(suite, capacity, tapped_row)
 
@@ -71,6 +73,7 @@ def measure_rule(
                 operation,
                 **arguments(i, batch, lists[i], counts[i]),
                 scratch=scratch,
+                kept_mask=mask,
                 tap=None if tap is None else TapPoint(tap, layer=0, q=batch.q),
             )
             for i, batch in enumerate(sets)
@@ -94,6 +97,9 @@ def measure_rule(
             _check_tap(f"{name} {case} B={size} context={context}", tap, sets[0], lists[0], counts[0], tapped_row)
         blocks = suite.num_kv_heads * int(((sets[0].seq_lens - 1) // suite.block_size + 1).sum())
         kept = int(counts[0].sum()) / blocks
+        if mask is not None and int(mask.sum()) != int(counts[0].sum()):
+            # The last call of all sets that ran is the first.
+            raise RuntimeError(f"{name} {case} B={size} context={context}: the mask does not match the lists")
         moved = size * suite.num_kv_heads * row_bytes + int(counts[0].sum()) * 4
         yield Measurement(name, case, size, context, kept, time_in_turn(calls), moved)
 

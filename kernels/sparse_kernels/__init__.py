@@ -13,6 +13,7 @@ from .page_table import snapshot_page_table, snapshot_page_table_reference
 from .selection_tap import SelectionTap, TapPoint
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
 from .step_totals import step_totals
+from .tail_attention import tail_attention, tail_attention_reference
 from .thumbnail import thumbnail, thumbnail_reference, unpack_codes
 from .top_k_rule import top_k_rule, top_k_rule_reference
 
@@ -38,6 +39,8 @@ __all__ = [
     "sparse_attention",
     "sparse_attention_reference",
     "step_totals",
+    "tail_attention",
+    "tail_attention_reference",
     "thumbnail",
     "thumbnail_reference",
     "top_k_rule",

@@ -3,8 +3,11 @@
 The work is a sequence of tiles: row after row ((request, KV head) pairs in row-major order), each row cut into tiles of
 `tile` listed tokens, the last tile of a row possibly short. With `T` tiles and `n = min(num_programs, T)`, program
 `i < n` takes tiles `[i * T // n, (i + 1) * T // n)`: equal shares up to one tile, none empty. Tile `t` therefore
-belongs to program `((t + 1) * n - 1) // T`. Both kernels recompute this from the counts on the device, so no host
+belongs to program `((t + 1) * n - 1) // T`. All kernels recompute this from the counts on the device, so no host
 plan exists that could go stale in a CUDA graph.
+
+Tail attention shares its work in the same way. A row's tokens are then those of its closed pages, which `TAIL_PAGE`,
+the page size, selects; rows that keep all their blocks have none.
 """
 
 from __future__ import annotations
@@ -139,6 +142,7 @@ def check_attention(
     block_size: int,
     out: torch.Tensor,
     workspace: AttentionWorkspace | None,
+    lse: torch.Tensor | None,
 ) -> None:
     """Raises ValueError unless the arguments of `sparse_attention` fit together; reads no value on the device."""
     check_sizes(page_size, block_size)
@@ -175,21 +179,36 @@ def check_attention(
     check_shape("out", out, *q.shape)
     check_dtype("out", out, q.dtype)
     check_inner_contiguous("out", out)
+    if lse is not None:
+        check_shape("lse", lse, batch, num_q_heads)
+        check_dtype("lse", lse, torch.float32)
+        check_contiguous("lse", lse)
     if workspace is not None:
         check_shape("workspace.partial_out", workspace.partial_out, 2 * workspace.num_programs, group, head_dim)
 
 
 @triton.jit
 def row_blocks(
-    rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE: tl.constexpr, HAS_LISTS: tl.constexpr
+    rows,
+    num_rows,
+    num_kv_heads,
+    seq_lens_ptr,
+    counts_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_LISTS: tl.constexpr,
+    TAIL_PAGE: tl.constexpr = 0,
 ):
-    """Blocks to attend to in each row; 0 beyond `num_rows`. A count never exceeds the request's blocks, so that a
+    """Blocks to work on in each row; 0 beyond `num_rows`. A count never exceeds the request's blocks, so that a
     count left over from an earlier request of a now empty row is harmless."""
     inside = rows < num_rows
     seq_lens = tl.maximum(tl.load(seq_lens_ptr + rows // num_kv_heads, mask=inside, other=0), 0)
     blocks = (seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
     if HAS_LISTS:
-        blocks = tl.minimum(blocks, tl.maximum(tl.load(counts_ptr + rows, mask=inside, other=0), 0))
+        kept = tl.minimum(blocks, tl.maximum(tl.load(counts_ptr + rows, mask=inside, other=0), 0))
+        if TAIL_PAGE:  # noqa: SIM108 - a condition of the compiler's
+            blocks = tl.where(kept < blocks, seq_lens // TAIL_PAGE * (TAIL_PAGE // BLOCK_SIZE), 0)
+        else:
+            blocks = kept
     return blocks
 
 
@@ -209,13 +228,14 @@ def tiles_before(
     TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
+    TAIL_PAGE: tl.constexpr = 0,
 ):
     """Tiles of the rows before `row`, and of all rows."""
     before = tl.zeros((), tl.int32)
     total = tl.zeros((), tl.int32)
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        blocks = row_blocks(rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS)
+        blocks = row_blocks(rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS, TAIL_PAGE)
         tiles = blocks_to_tiles(blocks, BLOCK_SIZE, TILE)
         total += tl.sum(tiles)
         before += tl.sum(tl.where(rows < row, tiles, 0))
@@ -234,12 +254,13 @@ def program_share(
     TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
+    TAIL_PAGE: tl.constexpr = 0,
 ):
     """First and end tile of a program's share, the row that holds the first, and the tiles before that row."""
     total = tl.zeros((), tl.int32)
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        blocks = row_blocks(rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS)
+        blocks = row_blocks(rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS, TAIL_PAGE)
         total += tl.sum(blocks_to_tiles(blocks, BLOCK_SIZE, TILE))
     working = tl.minimum(num_programs, total)
     begin = tl.zeros((), tl.int32)
@@ -253,7 +274,7 @@ def program_share(
     seen = tl.zeros((), tl.int32)
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        blocks = row_blocks(rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS)
+        blocks = row_blocks(rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS, TAIL_PAGE)
         tiles = blocks_to_tiles(blocks, BLOCK_SIZE, TILE)
         ends = seen + tl.cumsum(tiles, 0)
         # Tiles do not decrease, so the rows that end at or before `begin` are the first ones.

@@ -218,6 +218,7 @@ def _select_kernel(
     block_counts,
     scratch,
     kept_total,
+    kept_mask,
     q,
     tap_target,
     tap_q,
@@ -236,6 +237,8 @@ def _select_kernel(
     lists_head_stride,
     scratch_batch_stride,
     scratch_head_stride,
+    mask_batch_stride,
+    mask_head_stride,
     counts_batch_stride,
     counts_head_stride,
     targets_batch_stride,
@@ -265,6 +268,8 @@ def _select_kernel(
     lists = block_lists + row * lists_batch_stride + h * lists_head_stride
     mass = log_mass + row * mass_batch_stride + h * mass_head_stride
     patterns = scratch + row * scratch_batch_stride + h * scratch_head_stride
+    if kept_mask is not None:
+        row_mask = kept_mask + row * mask_batch_stride + h * mask_head_stride
 
     # Forced: [0, sink) and [tail, blocks_in_row).
     tail = length // PAGE * (PAGE // BLOCK)
@@ -281,7 +286,10 @@ def _select_kernel(
             kept = _select_single(
                 mass, mass_group_stride, target, goal, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
             )
-            count = _append(lists, count, kept, tl.arange(0, CHUNK))
+            blocks = tl.arange(0, CHUNK)
+            count = _append(lists, count, kept, blocks)
+            if kept_mask is not None:
+                tl.store(row_mask + blocks, kept.to(tl.uint8), mask=blocks < blocks_in_row)
         else:
             valid = _select_chunked(
                 mass, mass_group_stride, patterns, target, goal, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
@@ -292,10 +300,14 @@ def _select_kernel(
                 flagged = tl.load(patterns + blocks, mask=inside, other=0) < 0
                 kept = inside & (flagged | (blocks < sink) | (blocks >= tail) | (valid == 0))
                 count = _append(lists, count, kept, blocks)
+                if kept_mask is not None:
+                    tl.store(row_mask + blocks, kept.to(tl.uint8), mask=inside)
     else:
         for start in range(0, blocks_in_row, CHUNK):
             blocks = start + tl.arange(0, CHUNK)
             tl.store(lists + blocks, blocks, mask=blocks < blocks_in_row)
+            if kept_mask is not None:
+                tl.store(row_mask + blocks, tl.full((CHUNK,), 1, tl.uint8), mask=blocks < blocks_in_row)
         count = blocks_in_row
     tl.store(block_counts + b * counts_batch_stride + h * counts_head_stride, count)
     if kept_total is not None:
@@ -334,6 +346,7 @@ def launch_select(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None,
+    kept_mask: torch.Tensor | None,
     tap: TapPoint | None,
 ) -> None:
     """Runs a rule: `targets` is top_k if `by_count`, else gamma; `[>=B]`, or `[>=B, Hkv]`."""
@@ -351,6 +364,7 @@ def launch_select(
         block_counts,
         scratch.view(torch.int32),
         kept_total,
+        kept_mask,
         *_tap_arguments(tap),
         capacity,
         log_mass.stride(0),
@@ -360,6 +374,7 @@ def launch_select(
         block_lists.stride(1),
         scratch.stride(0),
         scratch.stride(1),
+        *((0, 0) if kept_mask is None else kept_mask.stride()[:2]),
         block_counts.stride(0),
         block_counts.stride(1),
         targets.stride(0),

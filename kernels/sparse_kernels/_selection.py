@@ -32,6 +32,7 @@ def check_rule(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None,
+    kept_mask: torch.Tensor | None,
     tap: TapPoint | None,
 ) -> None:
     """Raises ValueError unless a rule's arguments are as documented; `target` is gamma or top_k, which `name` says."""
@@ -63,6 +64,10 @@ def check_rule(
     if kept_total is not None:
         check_shape("kept_total", kept_total, kv_heads)
         check_dtype("kept_total", kept_total, torch.int64)
+    if kept_mask is not None:
+        check_shape("kept_mask", kept_mask, batch, kv_heads, capacity)
+        check_dtype("kept_mask", kept_mask, torch.uint8)
+        check_inner_contiguous("kept_mask", kept_mask)
     if tap is not None:
         tap.check(log_mass)
 
@@ -121,6 +126,7 @@ def select_reference(
     block_lists: torch.Tensor,
     block_counts: torch.Tensor,
     kept_total: torch.Tensor | None,
+    kept_mask: torch.Tensor | None,
     tap: TapPoint | None,
 ) -> None:
     """Torch reference of both rules.
@@ -140,6 +146,8 @@ def select_reference(
         if length < max(min_context, 1) or all(goal is None for goal in goals):
             block_lists[b, :, :n] = indices
             block_counts[b] = n
+            if kept_mask is not None:
+                kept_mask[b, :, :n] = 1
             continue
         sink, tail = forced_blocks(length, page_size, block_size, sink_tokens, window_tokens)
         p = log_mass[b, :, :, :n].softmax(-1)
@@ -152,6 +160,8 @@ def select_reference(
         block_counts[b] = counts
         head, block = kept.nonzero(as_tuple=True)
         block_lists[b][head, (kept.cumsum(1) - 1)[head, block]] = block.to(torch.int32)
+        if kept_mask is not None:
+            kept_mask[b, :, :n] = kept
     if kept_total is not None:
         kept_total += block_counts.sum(0)
     if tap is not None:

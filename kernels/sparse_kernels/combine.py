@@ -13,6 +13,9 @@ from ._dispatch import use_triton
 
 __all__ = ["combine", "combine_reference"]
 
+LOG2_E = 1.4426950408889634
+LN_2: tl.constexpr = tl.constexpr(1 / LOG2_E)
+
 PARTS = 32
 CHANNELS = 64
 
@@ -25,6 +28,7 @@ def combine_reference(
     block_size: int,
     tile: int,
     out: torch.Tensor,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """`combine` in plain torch."""
     batch, num_q_heads, _ = out.shape
@@ -40,6 +44,8 @@ def combine_reference(
         target = out[b, h * group : (h + 1) * group]
         if row_tiles == 0:
             target.zero_()
+            if lse is not None:
+                lse[b, h * group : (h + 1) * group] = float("-inf")
             continue
         first = ((before + 1) * working - 1) // total
         last = ((before + row_tiles) * working - 1) // total
@@ -51,6 +57,75 @@ def combine_reference(
         weights = torch.exp2(highest - highest.amax(0))
         weight_sum = (weights * workspace.partial_sum[slots]).sum(0)
         target.copy_((weights[:, :, None] * workspace.partial_out[slots]).sum(0) / weight_sum[:, None])
+        if lse is not None:
+            lse[b, h * group : (h + 1) * group] = (highest.amax(0) + weight_sum.log2()) / LOG2_E
+
+
+@triton.jit
+def row_parts(
+    row,
+    num_rows,
+    num_programs,
+    num_kv_heads,
+    seq_lens_ptr,
+    counts_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_LISTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAIL_PAGE: tl.constexpr = 0,
+):
+    """Tiles of a row, and the first and last program that work on it; meaningless programs if it has no tiles."""
+    before, total = tiles_before(
+        row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, TILE, HAS_LISTS, ROWS, TAIL_PAGE
+    )
+    blocks = row_blocks(row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS, TAIL_PAGE)
+    tiles = blocks_to_tiles(blocks, BLOCK_SIZE, TILE)
+    # The owner of tile t is ((t + 1) * working - 1) // total; an empty batch has total 0.
+    working = tl.minimum(num_programs, total).to(tl.int64)
+    divisor = tl.maximum(total, 1)
+    first = (((before + 1) * working - 1) // divisor).to(tl.int32)
+    last = (((before + tiles) * working - 1) // divisor).to(tl.int32)
+    return tiles, first, last
+
+
+@triton.jit
+def add_parts(
+    highest,
+    weight_sum,
+    acc,
+    first,
+    stop,
+    g,
+    channels,
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A running softmax (maximum, sum, `acc [channels]`) of head `g`, with the parts of programs `first` to `stop`."""
+    for start in range(first, stop, PARTS):
+        programs = start + tl.arange(0, PARTS)
+        slots = 2 * programs + (programs == first).to(tl.int32)
+        present = programs < stop
+        part_max = tl.load(partial_max_ptr + slots * GROUP + g, mask=present, other=float("-inf"))
+        part_sum = tl.load(partial_sum_ptr + slots * GROUP + g, mask=present, other=0.0)
+        part = tl.load(
+            partial_out_ptr + (slots[:, None] * GROUP + g) * HEAD_DIM + channels[None, :],
+            mask=present[:, None] & (channels < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_highest = tl.maximum(highest, tl.max(part_max, 0))
+        # While no part had any weight the maximum is -inf: shift by 0 so that no -inf - -inf arises.
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        decay = tl.exp2(highest - shift)
+        weights = tl.exp2(part_max - shift)
+        acc = acc * decay + tl.sum(weights[:, None] * part, 0)
+        weight_sum = weight_sum * decay + tl.sum(weights * part_sum, 0)
+        highest = new_highest
+    return highest, weight_sum, acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
@@ -61,6 +136,7 @@ def _combine_kernel(
     seq_lens_ptr,
     counts_ptr,
     out_ptr,
+    lse_ptr,
     out_stride_b,
     out_stride_h,
     num_rows,
@@ -79,43 +155,28 @@ def _combine_kernel(
     g = tl.program_id(1) % GROUP
     channels = (tl.program_id(1) // GROUP) * CHANNELS + tl.arange(0, CHANNELS)
     in_head = channels < HEAD_DIM
-    before, total = tiles_before(
-        row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, TILE, HAS_LISTS, ROWS
+    tiles, first, last = row_parts(
+        row, num_rows, num_programs, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, TILE, HAS_LISTS, ROWS
     )
-    blocks = row_blocks(row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS)
-    tiles = blocks_to_tiles(blocks, BLOCK_SIZE, TILE)
-    # The owner of tile t is ((t + 1) * working - 1) // total; an empty batch has total 0.
-    working = tl.minimum(num_programs, total).to(tl.int64)
-    divisor = tl.maximum(total, 1)
-    first = (((before + 1) * working - 1) // divisor).to(tl.int32)
-    last = (((before + tiles) * working - 1) // divisor).to(tl.int32)
     shared = (tiles > 0) & (first < last)
 
     # Rows inside one program are in `out` already.
     if shared | (tiles == 0):
-        highest = tl.full((), float("-inf"), tl.float32)
-        weight_sum = tl.zeros((), tl.float32)
-        acc = tl.zeros((CHANNELS,), tl.float32)
-        stop = tl.where(shared, last + 1, first)
-        for start in range(first, stop, PARTS):
-            programs = start + tl.arange(0, PARTS)
-            slots = 2 * programs + (programs == first).to(tl.int32)
-            present = programs < stop
-            part_max = tl.load(partial_max_ptr + slots * GROUP + g, mask=present, other=float("-inf"))
-            part_sum = tl.load(partial_sum_ptr + slots * GROUP + g, mask=present, other=0.0)
-            part = tl.load(
-                partial_out_ptr + (slots[:, None] * GROUP + g) * HEAD_DIM + channels[None, :],
-                mask=present[:, None] & in_head[None, :],
-                other=0.0,
-            )
-            new_highest = tl.maximum(highest, tl.max(part_max, 0))
-            # While no part had any weight the maximum is -inf: shift by 0 so that no -inf - -inf arises.
-            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-            decay = tl.exp2(highest - shift)
-            weights = tl.exp2(part_max - shift)
-            acc = acc * decay + tl.sum(weights[:, None] * part, 0)
-            weight_sum = weight_sum * decay + tl.sum(weights * part_sum, 0)
-            highest = new_highest
+        highest, weight_sum, acc = add_parts(
+            tl.full((), float("-inf"), tl.float32),
+            tl.zeros((), tl.float32),
+            tl.zeros((CHANNELS,), tl.float32),
+            first,
+            tl.where(shared, last + 1, first),
+            g,
+            channels,
+            partial_out_ptr,
+            partial_max_ptr,
+            partial_sum_ptr,
+            GROUP,
+            HEAD_DIM,
+            PARTS,
+        )
         result = acc / tl.where(weight_sum > 0, weight_sum, 1.0)
         b = (row // num_kv_heads).to(tl.int64)
         head = (row % num_kv_heads) * GROUP + g
@@ -124,6 +185,10 @@ def _combine_kernel(
             result.to(out_ptr.dtype.element_ty),
             mask=in_head,
         )
+        if lse_ptr is not None:  # noqa: SIM102 - a condition of the compiler's
+            if tl.program_id(1) < GROUP:
+                heads = num_kv_heads * GROUP
+                tl.store(lse_ptr + b * heads + head, (highest + tl.log2(weight_sum)) * LN_2)
 
 
 def combine(
@@ -134,6 +199,7 @@ def combine(
     block_size: int,
     tile: int,
     out: torch.Tensor,
+    lse: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Completes `out` after the attention kernel: merges shared rows, writes zeros to empty ones, leaves the others.
@@ -149,6 +215,8 @@ def combine(
         block_size: tokens of a block.
         tile: listed tokens of a tile, `tile_config(...).tile`.
         out: `[B, Hq, D]`, fp16, bf16 or fp32, last dimension contiguous.
+        lse: `[B, Hq]` fp32, contiguous; gets the log-sum-exp (natural) of the scores of the same rows, -inf for empty
+            ones; optional.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -170,8 +238,12 @@ def combine(
         check_shape("block_counts", block_counts, None, num_kv_heads)
         check_dtype("block_counts", block_counts, torch.int32)
         check_contiguous("block_counts", block_counts)
+    if lse is not None:
+        check_shape("lse", lse, batch, num_q_heads)
+        check_dtype("lse", lse, torch.float32)
+        check_contiguous("lse", lse)
     if not use_triton(impl, out):
-        combine_reference(workspace, seq_lens, block_counts, block_size=block_size, tile=tile, out=out)
+        combine_reference(workspace, seq_lens, block_counts, block_size=block_size, tile=tile, out=out, lse=lse)
         return
     if batch == 0:
         return
@@ -183,6 +255,7 @@ def combine(
         seq_lens,
         block_counts,
         out,
+        lse,
         out.stride(0),
         out.stride(1),
         batch * num_kv_heads,

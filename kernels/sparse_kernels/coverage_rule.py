@@ -27,6 +27,7 @@ def coverage_rule_reference(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    kept_mask: torch.Tensor | None = None,
     tap: TapPoint | None = None,
 ) -> None:
     """Torch reference of `coverage_rule`."""
@@ -45,6 +46,7 @@ def coverage_rule_reference(
         block_lists,
         block_counts,
         kept_total,
+        kept_mask,
         tap,
     )
 
@@ -64,6 +66,7 @@ def _coverage_rule_triton(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    kept_mask: torch.Tensor | None = None,
     tap: TapPoint | None = None,
 ) -> None:
     launch_select(
@@ -81,6 +84,7 @@ def _coverage_rule_triton(
         block_counts,
         scratch,
         kept_total,
+        kept_mask,
         tap,
     )
 
@@ -100,6 +104,7 @@ def coverage_rule(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    kept_mask: torch.Tensor | None = None,
     tap: TapPoint | None = None,
     impl: str = "auto",
 ) -> None:
@@ -127,6 +132,7 @@ def coverage_rule(
         block_counts: `[B, Hkv]` int32, output: lengths of the lists.
         scratch: `[B, Hkv, N]` fp32; its content on return is undefined.
         kept_total: `[Hkv]` int64, increased by the counts; optional.
+        kept_mask: `[B, Hkv, N]` uint8, output: 1 for the blocks of a row that are listed, 0 for its others; optional.
         tap: gets a copy of one request's lists, counts and queries if its target names this call; optional.
         impl: `auto`, `triton` or `torch`.
 
@@ -147,6 +153,7 @@ def coverage_rule(
         block_counts,
         scratch,
         kept_total,
+        kept_mask,
         tap,
     )
     run = _coverage_rule_triton if use_triton(impl, log_mass) else coverage_rule_reference
@@ -164,5 +171,6 @@ def coverage_rule(
         block_counts=block_counts,
         scratch=scratch,
         kept_total=kept_total,
+        kept_mask=kept_mask,
         tap=tap,
     )

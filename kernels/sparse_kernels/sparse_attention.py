@@ -9,12 +9,9 @@ import triton.language as tl
 from . import _attention_plan as plan
 from ._attention_plan import AttentionWorkspace, blocks_to_tiles, check_attention, program_share, row_blocks
 from ._dispatch import use_triton
-from .combine import combine
+from .combine import LN_2, LOG2_E, combine
 
 __all__ = ["AttentionWorkspace", "sparse_attention", "sparse_attention_reference"]
-
-
-LOG2_E = 1.4426950408889634
 
 
 def sparse_attention_reference(
@@ -31,6 +28,7 @@ def sparse_attention_reference(
     block_size: int,
     out: torch.Tensor,
     workspace: AttentionWorkspace | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """`sparse_attention` in plain torch; `workspace` is not used.
 
@@ -42,6 +40,8 @@ def sparse_attention_reference(
     num_kv_heads = k_pool.shape[1]
     group = num_q_heads // num_kv_heads
     counts = None if block_counts is None else block_counts[:batch].tolist()
+    if lse is not None:
+        lse.fill_(float("-inf"))
     for b, seq_len in enumerate(seq_lens[:batch].tolist()):
         if seq_len <= 0:
             out[b].zero_()
@@ -60,6 +60,9 @@ def sparse_attention_reference(
                 enable_gqa=group > 1,
             )
             out[b].copy_(attended[0, :, 0])
+            if lse is not None:
+                queries = q[b].view(num_kv_heads, group, head_dim).float()
+                lse[b] = (queries @ k_pool[slots].permute(1, 2, 0).float() * scale).logsumexp(-1).flatten()
             continue
         widest = max(row_counts)
         if widest == 0:
@@ -77,9 +80,12 @@ def sparse_attention_reference(
         keys = k_pool[slots, heads].float()
         values = v_pool[slots, heads].float()
         scores = q[b].view(num_kv_heads, group, head_dim).float() @ keys.transpose(1, 2) * scale
-        weights = scores.masked_fill_(~valid[:, None], float("-inf")).softmax(-1)
+        scores.masked_fill_(~valid[:, None], float("-inf"))
+        weights = scores.softmax(-1)
         attended = torch.where(row_count[:, :, None] > 0, weights @ values, 0.0)
         out[b].copy_(attended.view(num_q_heads, head_dim))
+        if lse is not None:
+            lse[b] = scores.logsumexp(-1).flatten()
 
 
 @triton.jit
@@ -109,6 +115,7 @@ def _sparse_attention_kernel(
     partial_out_ptr,
     partial_max_ptr,
     partial_sum_ptr,
+    lse_ptr,
     scale_log2,
     q_stride_b,
     q_stride_h,
@@ -205,6 +212,9 @@ def _sparse_attention_kernel(
                     result.to(out_ptr.dtype.element_ty),
                     mask=q_mask,
                 )
+                if lse_ptr is not None:
+                    row_lse = (highest + tl.log2(weight_sum)) * LN_2
+                    tl.store(lse_ptr + b * num_kv_heads * GROUP + heads, row_lse, mask=queries < GROUP)
             else:
                 slot = 2 * program + (first_tile == 0).to(tl.int32)
                 parts = slot * GROUP + queries
@@ -231,6 +241,7 @@ def sparse_attention(
     block_size: int,
     out: torch.Tensor,
     workspace: AttentionWorkspace | None,
+    lse: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Attention of one query token per request over the listed blocks of its KV.
@@ -253,13 +264,15 @@ def sparse_attention(
         block_size: tokens of a block: 8, 16, 32 or 64; divides `page_size`.
         out: `[B, Hq, D]` in q's dtype, last dimension contiguous; written completely.
         workspace: see `AttentionWorkspace.create`; may be None where the torch reference runs.
+        lse: `[B, Hq]` fp32, contiguous, output: log of the sum over the row's listed tokens of `exp(scale * q . k)`,
+            -inf for empty rows; optional.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
         ValueError: a shape, dtype or size does not fit; the message names the argument.
     """
     check_attention(
-        q, k_pool, v_pool, page_table, seq_lens, block_lists, block_counts, page_size, block_size, out, workspace
+        q, k_pool, v_pool, page_table, seq_lens, block_lists, block_counts, page_size, block_size, out, workspace, lse
     )
     if not use_triton(impl, q):
         sparse_attention_reference(
@@ -275,6 +288,7 @@ def sparse_attention(
             block_size=block_size,
             out=out,
             workspace=workspace,
+            lse=lse,
         )
         return
     if workspace is None:
@@ -296,6 +310,7 @@ def sparse_attention(
         workspace.partial_out,
         workspace.partial_max,
         workspace.partial_sum,
+        lse,
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -321,4 +336,4 @@ def sparse_attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    combine(workspace, seq_lens, block_counts, block_size=block_size, tile=config.tile, out=out, impl="triton")
+    combine(workspace, seq_lens, block_counts, block_size=block_size, tile=config.tile, out=out, lse=lse, impl="triton")

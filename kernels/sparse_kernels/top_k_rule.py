@@ -33,6 +33,7 @@ def top_k_rule_reference(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    kept_mask: torch.Tensor | None = None,
     tap: TapPoint | None = None,
 ) -> None:
     """Torch reference of `top_k_rule`."""
@@ -51,6 +52,7 @@ def top_k_rule_reference(
         block_lists,
         block_counts,
         kept_total,
+        kept_mask,
         tap,
     )
 
@@ -70,6 +72,7 @@ def _top_k_rule_triton(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    kept_mask: torch.Tensor | None = None,
     tap: TapPoint | None = None,
 ) -> None:
     launch_select(
@@ -87,6 +90,7 @@ def _top_k_rule_triton(
         block_counts,
         scratch,
         kept_total,
+        kept_mask,
         tap,
     )
 
@@ -106,6 +110,7 @@ def top_k_rule(
     block_counts: torch.Tensor,
     scratch: torch.Tensor,
     kept_total: torch.Tensor | None = None,
+    kept_mask: torch.Tensor | None = None,
     tap: TapPoint | None = None,
     impl: str = "auto",
 ) -> None:
@@ -140,6 +145,7 @@ def top_k_rule(
         block_counts,
         scratch,
         kept_total,
+        kept_mask,
         tap,
     )
     run = _top_k_rule_triton if use_triton(impl, log_mass) else top_k_rule_reference
@@ -157,5 +163,6 @@ def top_k_rule(
         block_counts=block_counts,
         scratch=scratch,
         kept_total=kept_total,
+        kept_mask=kept_mask,
         tap=tap,
     )

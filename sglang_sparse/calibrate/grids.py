@@ -14,7 +14,7 @@ DEFAULT_GAMMAS = (0.9, 0.95, 0.98, 0.99)
 
 
 def server_grid(base: Setting, gammas: Sequence[float]) -> list[Setting]:
-    """Every estimator of the server at every gamma, `exact` first."""
+    """Every estimator of the server at every gamma, `exact` first; with the server's tail unless `base` has one."""
     estimators: list[dict[str, Any]] = [{"estimator": "exact"}, *server_estimators()]
     return [_with(base, gamma=gamma, **estimator) for estimator in estimators for gamma in gammas]
 
@@ -22,9 +22,10 @@ def server_grid(base: Setting, gammas: Sequence[float]) -> list[Setting]:
 def frontier_grid(gammas: Sequence[float]) -> list[Setting]:
     """What was tried on the way to the default estimator: all estimators, page sizes, block sizes and treatments.
 
-    The sweep over `gammas` is for the main line of candidates; everything else is measured at gamma .95.
+    The sweep over `gammas` is for the main line of candidates; everything else is measured at gamma .95. Blocks that
+    are not read are dropped, but in the rows whose estimator names a tail.
     """
-    options = SparseDecodeOptions()
+    options = SparseDecodeOptions(tail="drop")
     swept = [
         Setting(dataclasses.replace(options, **estimator))
         for estimator in ({"estimator": "exact"}, *server_estimators())

@@ -23,6 +23,7 @@ from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import ModelShape
 from sglang_sparse.selection import make_rule
 from sglang_sparse.selection.coverage import chosen_blocks, head_coverage
+from sglang_sparse.tail import MeanTail
 
 FIRST_SLOT = 128
 """The sequence begins here: a page boundary for every page size, and page 0 is padding, as in SGLang."""
@@ -198,6 +199,9 @@ class _ForcedStep:
         self._scratch = torch.empty(shape, device=device)
         self._lists = torch.empty(shape, dtype=torch.int32, device=device)
         self._counts = torch.empty(shape[:2], dtype=torch.int32, device=device)
+        self._kept_mask = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._lse = torch.empty((tokens, g.query_heads), device=device)
+        self._tail = MeanTail(g) if setting.uses_served_tail else None
         self._kept_total = torch.zeros(g.kv_heads, dtype=torch.int64, device=device)
         self._row_blocks = -(-self._seq_lens // g.block_size)
         self._coverage = torch.full((replay.layers, tokens, g.kv_heads, g.group_size), float("nan"), device=device)
@@ -213,6 +217,7 @@ class _ForcedStep:
         """`[N, Hq, D]` of `q` `[N, Hq, D]`."""
         g = self._geometry
         lists = counts = None
+        tail = self._tail if layer not in self._dense else None
         if layer not in self._dense:
             self._select(layer, q, k_pool, v_pool, scale)
             lists, counts = self._lists, self._counts
@@ -231,16 +236,32 @@ class _ForcedStep:
             block_size=g.block_size,
             out=out,
             workspace=self._workspace,
+            lse=self._lse if tail else None,
         )
+        if tail:
+            means = tail.allocate(self._pool_pages, q.device)
+            tail.update(v_pool, self._closed_pages, means)
+            tail.add(
+                self._log_mass,
+                self._seq_lens,
+                self._counts,
+                self._kept_mask,
+                means,
+                self._page_table,
+                self._lse,
+                out=out,
+                workspace=self._workspace,
+            )
+        computes_tail = self._setting.tail_tokens > 0 and not tail
         if lists is None:
             self._coverage[layer] = 1.0
-        elif self._measure or self._setting.tail:
+        elif self._measure or computes_tail:
             last = FIRST_SLOT + int(self._seq_lens[-1])
             exact = self._padded(
                 block_log_mass(token_scores(q, k_pool[FIRST_SLOT:last], scale), self._seq_lens, g.block_size)
             )
             self._coverage[layer] = head_coverage(exact, self._seq_lens, self._lists, self._counts, g.block_size)
-            if self._setting.tail:
+            if computes_tail:
                 out = self._with_tail(out, exact, v_pool[FIRST_SLOT:last])
         return out
 
@@ -271,6 +292,7 @@ class _ForcedStep:
             block_counts=self._counts,
             scratch=self._scratch,
             kept_total=self._kept_total,
+            kept_mask=self._kept_mask,
         )
         tokens = self._seq_lens.sum().item()
         closed = (self._seq_lens // g.page_size * g.page_size).sum().item()
@@ -279,9 +301,9 @@ class _ForcedStep:
             assert isinstance(self._estimator, ScreenedEstimator)
             charged.scanned = self._estimator.scanned
         scanned = closed * charged.scan_bytes() + (tokens - closed) * served.kv_bytes / 2
-        if setting.tail:
+        if setting.tail_tokens:
             # A mean value for so many tokens, in the type of the cache.
-            scanned += closed / setting.tail * served.head_dim * served.dtype.itemsize
+            scanned += closed / setting.tail_tokens * served.head_dim * served.dtype.itemsize
         self._scanned[layer] = scanned / (tokens * served.kv_bytes)
 
     def _with_tail(self, out: torch.Tensor, exact: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -292,7 +314,7 @@ class _ForcedStep:
         read = exact.masked_fill(~(chosen & inside), float("-inf")).logsumexp(-1, keepdim=True)
         missing = self._log_mass.masked_fill(chosen | ~inside, float("-inf"))
         weights = torch.cat((read, missing), -1).softmax(-1)
-        size = self._setting.tail
+        size = self._setting.tail_tokens
         positions = torch.arange(0, -(-len(values) // size) * size, size, device=out.device)
         tokens = (len(values) - positions).clamp_max(size)[:, None, None]
         values = torch.nn.functional.pad(values.float(), (0, 0, 0, 0, 0, -len(values) % size))

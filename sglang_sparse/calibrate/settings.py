@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
 from sglang_sparse.selection import Estimator, make_estimator
+from sglang_sparse.tail import CELL_TOKENS
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,9 @@ class Setting:
     """An estimator of `candidates` instead of the server's; `options.estimator` is then ignored."""
     gamma_by_head: tuple[tuple[float, ...], ...] = ()
     """`[layers][KV heads]`, instead of the options' gammas."""
-    tail: int = 0
+    tail: int | None = None
     """Blocks that are not read are answered by the mean value of so many tokens around them, weighted by their
-    estimated mass; 0 drops them."""
+    estimated mass; 0 drops them. None does what a server with these options does; candidates then drop them."""
     value_norm: bool = False
     """Blocks weigh their mass times the mean norm of their values, in what the rule has to cover."""
 
@@ -31,6 +32,23 @@ class Setting:
         self.options.check_page_size(self.page_size)
         if (self.tail or 0) % self.options.block_size:
             raise OptionsError(f"tail is {self.tail}: give a multiple of the block size {self.options.block_size}")
+
+    @property
+    def _served_tail(self) -> int:
+        return min(self.page_size, CELL_TOKENS)
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens that share a mean value, which stands for those of them that are not read; 0 if nothing does."""
+        if self.tail is not None:
+            return self.tail
+        follows = self.candidate is None and self.options.resolved_tail == "mean"
+        return self._served_tail if follows else 0
+
+    @property
+    def uses_served_tail(self) -> bool:
+        """Whether the tail is one that a server with this estimator computes."""
+        return self.candidate is None and self.tail_tokens == self._served_tail
 
     @property
     def estimator(self) -> str:
@@ -44,7 +62,7 @@ class Setting:
         parts = [name, f"page{self.page_size}", f"block{self.options.block_size}"]
         parts += (
             ["every"] * (self.options.group == "every")
-            + [f"tail{self.tail}"] * bool(self.tail)
+            + [f"tail{self.tail_tokens}"] * bool(self.tail_tokens)
             + ["value-norm"] * self.value_norm
         )
         return "/".join(parts)

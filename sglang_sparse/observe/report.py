@@ -22,8 +22,9 @@ SELF_CHECK_VARIABLE = "SGLANG_SPARSE_DECODE_SELF_CHECK"
 def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     """The `sparse_decode` block of one scheduler's internal state; JSON types only."""
     reading = backend.step.counters.read()
+    options = backend.step.options
     block: dict[str, Any] = {
-        "options": json.loads(backend.step.options.to_json()),
+        "options": json.loads(options.to_json()) | {"tail": options.resolved_tail},
         "page_size": backend.step.geometry.page_size,
         "summary_bytes": backend.step.summaries.bytes,
         "steps": reading.steps,
@@ -38,7 +39,7 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
 
 
 def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int]:
-    """Compares the summaries of all live closed pages with ones made anew from the key pool.
+    """Compares the summaries of all live closed pages with ones made anew from the KV pool.
 
     Also counts what the pools hold, so that an idle server can be checked for leaks. Slow; waits for the device.
     """
@@ -46,10 +47,11 @@ def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int]:
     if pool.device != "cpu":
         torch.get_device_module(pool.device).synchronize()
     pages = sglang_compat.live_closed_pages(scheduler, backend.step.geometry.page_size)
+    summaries = backend.step.summaries
     stale = {
-        layer: backend.step.summaries.stale_pages(layer, pool.get_key_buffer(layer), pages)
+        layer: summaries.stale_pages(layer, pool.get_key_buffer(layer), pool.get_value_buffer(layer), pages)
         for layer in range(pool.layer_num)
-        if layer in backend.step.summaries
+        if layer in summaries
     }
     return {
         "live_closed_pages": len(pages),

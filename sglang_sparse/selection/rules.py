@@ -31,9 +31,11 @@ class Rule(Protocol):
         block_counts: torch.Tensor,
         scratch: torch.Tensor,
         kept_total: torch.Tensor,
+        kept_mask: torch.Tensor | None = None,
         tap: TapPoint | None = None,
     ) -> None:
-        """Writes `block_lists` and `block_counts`, and adds the counts to `kept_total` (docs/architecture.md).
+        """Writes `block_lists`, `block_counts` and `kept_mask`, and adds the counts to `kept_total`
+        (docs/architecture.md).
 
         `thresholds` is fp32, `[>=B]` or `[>=B, Hkv]`: what the rule asks for in each row (gamma, or k). `tap` is where
         the audit gets a copy of one request's lists.

@@ -16,9 +16,12 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 HALF = DTYPES[0]
 
 
-def brute_force(case: PagedCase, lists: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor:
-    """Softmax attention of each query head over exactly its row's tokens, in float64."""
+def brute_force(
+    case: PagedCase, lists: torch.Tensor | None, counts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of each query head over exactly its row's tokens, and its log-sum-exp, in float64."""
     out = torch.zeros(case.q.shape, dtype=torch.float64, device=case.q.device)
+    lse = torch.full(case.q.shape[:2], float("-inf"), dtype=torch.float64, device=case.q.device)
     group = case.group_size
     for b, length in enumerate(case.lengths):
         keys, values = case.keys(b).double(), case.values(b).double()
@@ -37,7 +40,8 @@ def brute_force(case: PagedCase, lists: torch.Tensor | None, counts: torch.Tenso
             tokens = tokens.to(case.q.device)
             scores = case.q[b, heads].double() @ keys[tokens, h].T * case.scale
             out[b, heads] = scores.softmax(-1) @ values[tokens, h]
-    return out
+            lse[b, heads] = scores.logsumexp(-1)
+    return out, lse
 
 
 def poisoned_workspace(case: PagedCase, num_programs: int | None) -> AttentionWorkspace:
@@ -55,6 +59,7 @@ def attend(
     num_programs: int | None = 3,
     impl: str = "triton",
     workspace: AttentionWorkspace | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = poisoned(*case.q.shape, dtype=case.q.dtype, device=case.q.device)
     sparse_attention(
@@ -70,6 +75,7 @@ def attend(
         block_size=case.block_size,
         out=out,
         workspace=workspace or poisoned_workspace(case, num_programs),
+        lse=lse,
         impl=impl,
     )
     return out
@@ -78,10 +84,12 @@ def attend(
 def check(
     case: PagedCase, lists: torch.Tensor | None, counts: torch.Tensor | None, num_programs: int | None = 3
 ) -> None:
-    expected = brute_force(case, lists, counts)
+    expected, expected_lse = brute_force(case, lists, counts)
     tolerance = TOLERANCE[case.q.dtype]
     for impl in ("torch", "triton"):
-        out = attend(case, lists, counts, num_programs, impl)
+        lse = poisoned(*case.q.shape[:2], device=case.q.device)
+        out = attend(case, lists, counts, num_programs, impl, lse=lse)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4, msg=lambda m: f"{impl}: {m}")  # noqa: B023
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{impl}: {m}")  # noqa: B023
 
 
@@ -160,7 +168,7 @@ def test_shares_that_end_with_rows(programs):
     assert plan.tiles_per_row(case.seq_lens[:2], counts, 2, block_size=16, tile=tile) == [2] * 4
     workspace = poisoned_workspace(case, programs)
     out = attend(case, lists, counts, workspace=workspace)
-    torch.testing.assert_close(out.double(), brute_force(case, lists, counts), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out.double(), brute_force(case, lists, counts)[0], rtol=2e-5, atol=2e-5)
     assert workspace.partial_sum.isnan().all() == (programs <= 4)
 
 
@@ -184,7 +192,7 @@ def test_only_empty_rows():
 def test_counts_left_over_in_empty_rows_are_ignored():
     case = make_paged_case([70, 0, 40], dtype=HALF)
     lists, counts = random_block_lists(case, 0.5)
-    expected = brute_force(case, lists, counts)
+    expected, _ = brute_force(case, lists, counts)
     counts[1] = 1000
     for impl in ("torch", "triton"):
         torch.testing.assert_close(attend(case, lists, counts, impl=impl).double(), expected, rtol=4e-3, atol=4e-3)
@@ -194,7 +202,7 @@ def test_listed_blocks_beyond_the_request_are_skipped():
     """Neither their page-table entries nor their tokens may be read."""
     case = make_paged_case([100, 40], dtype=HALF)
     lists, counts = skewed_block_lists(case, [[0.3, 0.3], [0.4, 0.4]])
-    expected = brute_force(case, lists, counts)
+    expected, _ = brute_force(case, lists, counts)
     for b in range(case.batch):
         for h, beyond in enumerate((case.blocks(b), 2**27)):
             lists[b, h, counts[b, h]] = beyond
@@ -222,7 +230,7 @@ def test_strided_arguments():
     """q as a slice of a fused projection, pools that hold K and V of a token together, larger static buffers."""
     case = make_paged_case([100, 40], dtype=HALF)
     lists, counts = random_block_lists(case, 0.5)
-    expected = brute_force(case, lists, counts)
+    expected, _ = brute_force(case, lists, counts)
     batch, heads, dim = case.q.shape
     case.q = torch.cat([case.q, poisoned(batch, 3, dim, dtype=HALF)], 1)[:, :heads]
     fused = torch.cat([case.k_pool, case.v_pool], 1)
@@ -499,7 +507,7 @@ def test_graph_replays_with_other_lengths_lists_and_pages(with_lists):
     for case in [*cases, *cases[::-1]]:
         fill(case)
         graph.replay()
-        expected = brute_force(case, lists if with_lists else None, counts if with_lists else None)
+        expected, _ = brute_force(case, lists if with_lists else None, counts if with_lists else None)
         torch.testing.assert_close(out.double(), expected, rtol=3e-2, atol=3e-2)
 
 
