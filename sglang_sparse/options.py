@@ -92,7 +92,7 @@ class SparseDecodeOptions:
     Defaults are the same for flags, JSON files and Python.
     """
 
-    gamma: float = 0.95
+    gamma: float = 0.975
     estimator: str = "thumbnail"
     thumbnail_bits: int = 4
     block_size: int = 16
@@ -137,8 +137,10 @@ class SparseDecodeOptions:
         object.__setattr__(self, "gamma_by_layer", _gammas(self.gamma_by_layer))
         if self.gamma_by_layer and self.rule != "coverage":
             raise OptionsError(f"{flag('gamma_by_layer')} has no effect with {flag('rule')} {self.rule}: remove it")
-        if self.page_size is not None:
-            _choice("page_size", self.page_size, PAGE_SIZES)
+        if self.page_size is not None and (type(self.page_size) is not int or self.page_size not in PAGE_SIZES):
+            raise OptionsError(
+                f"config key 'page_size' is {self.page_size!r}: choose one of {', '.join(map(str, PAGE_SIZES))}"
+            )
         if self.model is not None:
             object.__setattr__(self, "model", ModelShape.from_value(self.model))
         _number("audit_rate", self.audit_rate)
@@ -365,9 +367,16 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     add("min_context", "Requests with fewer tokens read everything.", type=int)
     add("sink_tokens", "Tokens at the start that are always read.", type=int)
     add("window_tokens", "Latest tokens that are always read.", type=int)
-    add("gamma_by_layer", "One gamma for each layer, such as 0.95,0.9,0.99, instead of gamma; see calibrate.")
+    add(
+        "gamma_by_layer",
+        "A gamma for each layer, such as 0.95,0.9,0.99, instead of gamma: python -m sglang_sparse.calibrate finds them.",
+    )
     add("dense_layers", "Layers that read everything, such as 0,1 or 0-3.")
-    add("audit_rate", "Share of decode steps whose true coverage is measured; 0 measures none.", type=float)
+    add(
+        "audit_rate",
+        "Share of decode steps that measure one request's true coverage; 0 measures none.",
+        type=float,
+    )
     add("config", "JSON file with any of these options; flags win over it.", metavar="FILE")
 
 
@@ -402,6 +411,8 @@ def merge(given: Mapping[str, Any]) -> SparseDecodeOptions:
     for name, other in (("gamma", "gamma_by_layer"), ("gamma_by_layer", "gamma")):
         if name in values:
             below.pop(other, None)
+    if values.get("rule", "coverage") != "coverage":
+        below.pop("gamma_by_layer", None)
     return SparseDecodeOptions(**{**below, **values})
 
 

@@ -64,7 +64,7 @@ def test_low_coverage_is_told_once_a_crossing(caplog: pytest.LogCaptureFixture) 
         f"over the last {WINDOW} audited samples, the blocks read cover {0.9 - (0.7 + 0.8 + 0.6 + 0.89) / 4:.3f} less",
         "--sparse-decode-gamma",
         "--sparse-decode-thumbnail-bits",
-        "--sparse-decode-dense-layers: 2,5,7 (coverage: 0.600 in layer 7, 0.700 in layer 5, 0.800 in layer 2)",
+        "--sparse-decode-dense-layers: 2,5,7 (short by 0.300 in layer 7, 0.200 in layer 5, 0.100 in layer 2)",
     ):
         assert part in line
     assert "\n" not in line

@@ -138,7 +138,7 @@ def select_reference(
     """
     batch, kv_heads, group_size, _ = log_mass.shape
     device = log_mass.device
-    targets = target[:batch].reshape(batch, -1).expand(batch, kv_heads).tolist()
+    targets = (target[:batch, None] if target.ndim == 1 else target[:batch]).expand(batch, kv_heads).tolist()
     for b, length in enumerate(seq_lens[:batch].tolist()):
         n = -(-length // block_size)
         indices = torch.arange(n, dtype=torch.int32, device=device)

@@ -362,7 +362,10 @@ def make_candidate(name: str, geometry: Geometry) -> Estimator:
     """
     for prefix in ("bound+", "mean+"):
         if name.startswith(prefix):
-            fine = make_candidate(name.removeprefix(prefix), geometry)
+            inner = name.removeprefix(prefix)
+            if not re.fullmatch(r"asymmetric-\dbit", inner):
+                raise CandidateError(f"{name!r} is no candidate estimator")
+            fine = make_candidate(inner, geometry)
             assert isinstance(fine, CopyEstimator)
             if prefix == "bound+":
                 bound = PageBound(geometry)

@@ -16,6 +16,16 @@ Progress = Callable[[str], None]
 """Called with what was just done, once for each pass."""
 
 
+def moves(bar: Any) -> Progress:
+    """A progress function that moves a tqdm `bar` on by one."""
+
+    def progress(text: str) -> None:
+        bar.set_postfix_str(text)
+        bar.update()
+
+    return progress
+
+
 @dataclass(frozen=True)
 class Result:
     """One setting on a set of prompts. KL is of the next-token distribution, dense against sparse, in nats."""
@@ -83,8 +93,10 @@ class Tally:
         self._kl: list[torch.Tensor] = []
         self._agreement: list[torch.Tensor] = []
         self._coverage: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] = []
-        self._bytes: list[torch.Tensor] = []
+        self._kept_blocks: torch.Tensor | float = 0.0
+        self._blocks = 0
+        self._scanned: torch.Tensor | float = 0.0
+        self._tokens = 0
 
     def add(self, reference: Reference, made: Pass) -> None:
         dense, sparse = reference.log_probs, made.logits.log_softmax(-1)
@@ -92,13 +104,18 @@ class Tally:
         self._kl.append((dense.exp() * (dense - sparse)).sum(-1).clamp_min(0).double().cpu())
         self._agreement.append((dense.argmax(-1) == sparse.argmax(-1)).cpu())
         self._coverage.append(made.coverage)
-        self._kept.append(made.kept.mean(1))
-        self._bytes.append(made.bytes_read)
+        self._kept_blocks = self._kept_blocks + made.kept_blocks.sum(1)
+        self._blocks += int(made.blocks.sum())
+        self._scanned = self._scanned + made.scanned * made.tokens
+        self._tokens += made.tokens
 
     def result(self) -> Result:
         kl, agreement = torch.cat(self._kl), torch.cat(self._agreement)
         coverage = torch.cat(self._coverage, 1).transpose(1, 2).flatten(2)
-        kept, read = torch.stack(self._kept).mean(0), torch.stack(self._bytes).mean(0)
+        assert isinstance(self._kept_blocks, torch.Tensor)
+        # Sums over all prompts, divided once: long prompts count for what is read of them.
+        kept = self._kept_blocks / self._blocks
+        read = kept.mean(1) + self._scanned / self._tokens
         return Result(
             setting=self.setting,
             prompts=len(self._kl),

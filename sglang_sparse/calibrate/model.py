@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
+from sglang_sparse.calibrate.errors import CalibrationError
 from sglang_sparse.sglang_compat import HEAD_DIMS, MAX_GROUP_SIZE, TESTED_ARCHITECTURES
 
 ARCHITECTURES = (*TESTED_ARCHITECTURES, "GemmaForCausalLM")
 """What the harness runs: what the server does, and Gemma, whose attention is alike."""
 
 _names = itertools.count()
-
-
-class CalibrationError(Exception):
-    """Something that was asked for cannot be measured. One line: what, and what to do."""
 
 
 def check_config(config: Any, folder: Path) -> None:
@@ -64,6 +61,18 @@ def load_tokenizer(folder: Path) -> Any:
         raise CalibrationError(f"--model {folder}: no tokenizer ({' '.join(str(error).split())[:200]})") from None
 
 
+def stop_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except OSError:
+        ids = None
+    more = ids if isinstance(ids, list) else [ids]
+    return frozenset({tokenizer.eos_token_id, *more} - {None})
+
+
 def load_model(folder: Path, attention: Callable, *, device: torch.device | str, dtype: torch.dtype | None) -> Any:
     """The model in `dtype` (its own, if None) on `device`; each attention layer calls `attention`.
 
@@ -76,9 +85,13 @@ def load_model(folder: Path, attention: Callable, *, device: torch.device | str,
     name = f"sglang_sparse_{next(_names)}"
     AttentionInterface.register(name, attention)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", attn_implementation=name, local_files_only=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", attn_implementation=name, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # readers of weights have errors of their own
         raise CalibrationError(f"--model {folder}: cannot be loaded ({' '.join(str(error).split())[:300]})") from None
+    if report["missing_keys"]:
+        raise CalibrationError(f"--model {folder}: weights are missing, such as {min(report['missing_keys'])}")
     return model.to(device).eval()

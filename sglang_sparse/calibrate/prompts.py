@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_sparse.calibrate.model import CalibrationError
+from sglang_sparse.calibrate.errors import CalibrationError
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Prompt:
     """Tokens to prefill, and the tokens to force after them; None to force what dense decode says."""
 
     name: str
+    kind: str
+    """Prompts of one kind are alike; a held-out part has some of each."""
     tokens: list[int]
     forced: list[int] | None
 
@@ -31,7 +33,8 @@ def read_prompts(path: Path, tokenizer: Any, *, context: int, tokens: int) -> li
         CalibrationError: the file cannot be read or is empty, a line is malformed, or a prompt does not fit `context`.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON strings may hold other line separators as they are.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(
             f"--prompts {path}: cannot be read ({getattr(error, 'strerror', None) or error})"
@@ -57,7 +60,10 @@ def _prompt(entry: Any, where: str, tokenizer: Any, context: int, tokens: int) -
     if "text" in entry:
         if not isinstance(entry["text"], str):
             raise CalibrationError(f'{where}: "text" is no string')
-        ids = tokenizer(entry["text"]).input_ids
+        try:
+            ids = tokenizer(entry["text"]).input_ids
+        except (TypeError, UnicodeError) as error:  # lone surrogates
+            raise CalibrationError(f'{where}: "text" cannot be tokenised ({error})') from None
         if len(ids) < 2 * tokens:
             raise CalibrationError(
                 f"{where}: the text has {len(ids)} tokens: give at least {2 * tokens}, or lower --tokens {tokens}"
@@ -69,7 +75,7 @@ def _prompt(entry: Any, where: str, tokenizer: Any, context: int, tokens: int) -
         raise CalibrationError(
             f"{where}: {len(prompt)} tokens and {tokens} more exceed the context of {context}: shorten it"
         )
-    return Prompt(where.rpartition(", ")[2], prompt, forced)
+    return Prompt(where.rpartition(", ")[2], "text" if "text" in entry else "chat", prompt, forced)
 
 
 def _chat(tokenizer: Any, messages: Any, where: str) -> list[int]:
@@ -79,7 +85,10 @@ def _chat(tokenizer: Any, messages: Any, where: str) -> list[int]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise what they like
         raise CalibrationError(f'{where}: "messages" does not fit the chat template ({error})') from None
-    return tokenizer(text, add_special_tokens=False).input_ids
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if not ids:
+        raise CalibrationError(f'{where}: the chat template makes no tokens of "messages"')
+    return ids
 
 
 # --- generated prompts ---------------------------------------------------------------------------------------------
@@ -136,7 +145,7 @@ def _retrieval(name: str, kind: str, tokenizer: Any, room: int, tokens: int, gen
     while sentences >= 0:
         ids = build(sentences)
         if len(ids) <= room:
-            return Prompt(name, ids, None)
+            return Prompt(name, kind, ids, None)
         sentences -= max(1, sentences // 100)
     raise CalibrationError(
         f"a context of {room + tokens} tokens is too short for the generated prompts: raise --context"
@@ -166,5 +175,10 @@ def _text(name: str, kind: str, tokenizer: Any, room: int, tokens: int, generato
         ids.extend(tokenizer(text, add_special_tokens=not ids).input_ids)
         if len(ids) >= room + tokens:
             break
+    if len(ids) < room + tokens:
+        raise CalibrationError(
+            f"Python's own {kind} has {len(ids)} tokens, fewer than a context of {room + tokens}: "
+            "lower --context, or give --prompts"
+        )
     ids = ids[: room + tokens]
-    return Prompt(name, ids[:-tokens], ids[-tokens:])
+    return Prompt(name, kind, ids[:-tokens], ids[-tokens:])

@@ -37,15 +37,24 @@ class Pass:
     """`[N, vocabulary]` fp32, after each forced token, on the model's device; the rest is on the CPU."""
     coverage: torch.Tensor
     """`[layers, N, Hkv, G]`: share of each query head's true mass in the blocks read."""
-    kept: torch.Tensor
-    """`[layers, N, Hkv]`: blocks read ÷ all blocks."""
+    kept_blocks: torch.Tensor
+    """`[layers, N, Hkv]`: blocks read."""
+    blocks: torch.Tensor
+    """`[N]`: all blocks of a row."""
     scanned: torch.Tensor
-    """`[layers]`: bytes read to choose ÷ all KV bytes, mean over the tokens."""
+    """`[layers]`: bytes read to choose ÷ `tokens`' bytes of KV, over all rows."""
+    tokens: int
+    """Tokens of all rows: what dense decode would have read."""
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """`[layers, N, Hkv]`: blocks read ÷ all blocks."""
+        return self.kept_blocks / self.blocks[:, None]
 
     @property
     def bytes_read(self) -> torch.Tensor:
         """`[layers]`: (bytes scanned + KV bytes read) ÷ all KV bytes."""
-        return self.kept.mean((1, 2)) + self.scanned
+        return self.kept_blocks.sum(1).mean(1) / self.blocks.sum() + self.scanned
 
 
 class Prefix:
@@ -103,10 +112,10 @@ class Replay:
 
     @torch.inference_mode()
     def decode_densely(self, prefix: Prefix, stop: frozenset[int] = frozenset()) -> list[int]:
-        """Greedy tokens after the prompt, as many as there is room for, or up to the first in `stop`, which is left out
-        unless it is the only one."""
+        """Greedy tokens after the prompt, as many as there is room for, or before the first in `stop`; the first token
+        is returned in any case."""
         tokens = [prefix.next_token]
-        while len(tokens) < prefix.room:
+        while len(tokens) < prefix.room and tokens[0] not in stop:
             at = prefix.length + len(tokens) - 1
             logits = self._run(prefix, at, tokens[-1:], _ForcedStep(self, DENSE, prefix, at, 1, measure=False))
             token = int(logits[-1].argmax())
@@ -120,7 +129,7 @@ class Replay:
         """Decodes `tokens` after the prompt under a setting. Without `measure`, coverage is left out (all NaN)."""
         setting.options.check_layers(self.layers)
         step = _ForcedStep(self, setting, prefix, prefix.length, len(tokens), measure)
-        return Pass(self._run(prefix, prefix.length, tokens, step), *step.result())
+        return step.result(self._run(prefix, prefix.length, tokens, step))
 
     def _run(
         self, prefix: Prefix, start: int, tokens: list[int], step: _ForcedStep | None, **arguments: Any
@@ -205,11 +214,18 @@ class _ForcedStep:
         self._kept_total = torch.zeros(g.kv_heads, dtype=torch.int64, device=device)
         self._row_blocks = -(-self._seq_lens // g.block_size)
         self._coverage = torch.full((replay.layers, tokens, g.kv_heads, g.group_size), float("nan"), device=device)
-        self._kept = torch.ones((replay.layers, *shape[:2]), device=device)
-        self._scanned = torch.zeros(replay.layers)
+        self._kept_blocks = self._row_blocks[:, None].expand(replay.layers, -1, g.kv_heads).double().clone()
+        self._scanned = torch.zeros(replay.layers, dtype=torch.float64)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._coverage.cpu(), self._kept.cpu(), self._scanned
+    def result(self, logits: torch.Tensor) -> Pass:
+        return Pass(
+            logits=logits,
+            coverage=self._coverage.cpu(),
+            kept_blocks=self._kept_blocks.cpu(),
+            blocks=self._row_blocks.cpu(),
+            scanned=self._scanned,
+            tokens=int(self._seq_lens.sum()),
+        )
 
     def attend(
         self, layer: int, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float
@@ -221,7 +237,7 @@ class _ForcedStep:
         if layer not in self._dense:
             self._select(layer, q, k_pool, v_pool, scale)
             lists, counts = self._lists, self._counts
-            self._kept[layer] = counts / self._row_blocks[:, None]
+            self._kept_blocks[layer] = counts.double()
         out = torch.empty_like(q)
         sparse_attention(
             q,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_sparse.calibrate.errors import CalibrationError
 from sglang_sparse.calibrate.measure import Result
-from sglang_sparse.calibrate.model import CalibrationError
+from sglang_sparse.calibrate.settings import Setting
+from sglang_sparse.files import write_bytes
+from sglang_sparse.options import SparseDecodeOptions
 
 COLUMNS = (
     "model",
@@ -32,55 +34,42 @@ COLUMNS = (
 """Of benchmarks/fidelity.csv."""
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` make a temporary file beside `path`, and puts it in place when that has succeeded.
-
-    Raises CalibrationError if the folder cannot be written to.
-    """
+def read_csv(path: Path) -> str:
+    """What a CSV file to append to holds, or nothing; raises CalibrationError if it is no such file."""
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    except OSError as error:
-        raise CalibrationError(f"{path}: cannot be written ({error.strerror})") from None
-    os.close(handle)
-    try:
-        write(Path(name))
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def check_writable(*paths: Path | None) -> None:
-    """Raises CalibrationError if one of the files could not be written: before hours of measuring, not after."""
-    for path in paths:
-        if path is None:
-            continue
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise CalibrationError(f"{path}: cannot be written: give a file in a folder that exists and is writable")
-
-
-def entry(result: Result) -> dict[str, Any]:
-    """A result as a JSON object, with its figures by prompt, layer and head."""
-    by_head = ("kept_by_head", "coverage_by_head", "coverage_p1_by_head")
-    detailed = ("positions", "kl_by_prompt", *by_head, "bytes_by_layer")
-    return {**result.row(), **{name: getattr(result, name) for name in detailed}}
-
-
-def write_json(path: Path, about: Mapping[str, Any], results: Sequence[Result]) -> None:
-    """Everything measured: `about` and each result with its figures by layer and head."""
-    text = json.dumps({**about, "results": [entry(result) for result in results]}, indent=1)
-    write_whole(path, lambda file: file.write_text(text + "\n"))
-
-
-def append_csv(
-    path: Path, about: Mapping[str, Any], results: Sequence[Result], is_default: Callable[[Result], bool]
-) -> None:
-    """Adds a row for each result; the file, if there is one, must have the same columns."""
-    before = path.read_text() if path.exists() else ""
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"--csv {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     header = ",".join(COLUMNS)
     if before and before.splitlines()[0] != header:
         raise CalibrationError(f"--csv {path} has other columns than {header}: give another file")
+    return before
+
+
+def is_default(result: Result) -> bool:
+    """Whether a result is of the server's default setting."""
+    return result.setting == Setting(SparseDecodeOptions())
+
+
+def entry(result: Result, part: str = "measured") -> dict[str, Any]:
+    """A result as a JSON object, with its options and its figures by prompt, layer and head.
+
+    `part` says what it is of: `measured`, or in a calibration `tried`, `chosen` or `held out`.
+    """
+    options = dataclasses.asdict(result.setting.options)
+    by_head = ("kept_by_head", "coverage_by_head", "coverage_p1_by_head")
+    detailed = ("positions", "kl_by_prompt", *by_head, "bytes_by_layer")
+    return {"part": part, **result.row(), "options": options, **{name: getattr(result, name) for name in detailed}}
+
+
+def write_json(path: Path, about: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Everything measured: `about` and each `entry`."""
+    write_bytes(path, (json.dumps({**about, "results": entries}, indent=1) + "\n").encode())
+
+
+def append_csv(path: Path, about: Mapping[str, Any], results: Sequence[Result]) -> None:
+    """Adds a row for each result; the file, if there is one, must have the same columns."""
+    before = read_csv(path)
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     if not before:
@@ -100,7 +89,7 @@ def append_csv(
         )
     if before and not before.endswith("\n"):
         before += "\n"
-    write_whole(path, lambda file: file.write_text(before + text.getvalue()))
+    write_bytes(path, (before + text.getvalue()).encode())
 
 
 def table(results: Sequence[Result]) -> str:
@@ -154,7 +143,7 @@ def plot(path: Path, about: Mapping[str, Any], entries: Sequence[Mapping[str, An
     heat.set_title(f"blocks kept: {shown['estimator']} {shown['value']:g}", fontsize=9)
     figure.colorbar(image, ax=heat)
     figure.tight_layout()
-    try:
-        write_whole(path, lambda file: figure.savefig(file, dpi=130))
-    finally:
-        pyplot.close(figure)
+    image_file = io.BytesIO()
+    figure.savefig(image_file, format="png", dpi=130)
+    pyplot.close(figure)
+    write_bytes(path, image_file.getvalue())

@@ -36,7 +36,7 @@ def uniform(measure: Measure, base: Setting, target: float) -> Result | None:
     """The fewest bytes with one gamma, over all estimators and group treatments; None if none holds the target."""
     best: Result | None = None
     for estimator, group in itertools.product(server_estimators(), GROUPS):
-        found = smallest_gamma(measure, _with(base, group=group, **estimator), target, best)
+        found = smallest_gamma(measure, changed(base, group=group, **estimator), target, best)
         if found is not None and (best is None or found.bytes_read < best.bytes_read):
             best = found
     return best
@@ -48,7 +48,7 @@ def smallest_gamma(measure: Measure, setting: Setting, target: float, best: Resu
     found = None
     while low < high:
         middle = (low + high) // 2
-        (result,) = measure([_with(setting, gamma=GAMMAS[middle])])
+        (result,) = measure([changed(setting, gamma=GAMMAS[middle])])
         if result.kl_mean <= target:
             found, high = result, middle
         else:
@@ -65,7 +65,7 @@ def by_layer(measure: Measure, start: Result, target: float) -> Result:
     index = GAMMAS.index(setting.options.gamma)
     gammas = sorted({GAMMAS[min(max(index + step, 0), len(GAMMAS) - 1)] for step in LAYER_STEPS})
     alone = [
-        _with(setting, gamma=gamma, dense_layers=tuple(other for other in range(layers) if other != layer))
+        changed(setting, gamma=gamma, dense_layers=tuple(other for other in range(layers) if other != layer))
         for layer in range(layers)
         for gamma in gammas
     ]
@@ -102,8 +102,8 @@ def raised(setting: Setting) -> Setting | None:
 
     if options.gamma_by_layer:
         higher = tuple(map(up, options.gamma_by_layer))
-        return None if higher == options.gamma_by_layer else _with(setting, gamma_by_layer=higher)
-    return None if options.gamma == 1 else _with(setting, gamma=up(options.gamma))
+        return None if higher == options.gamma_by_layer else changed(setting, gamma_by_layer=higher)
+    return None if options.gamma == 1 else changed(setting, gamma=up(options.gamma))
 
 
 def to_config(result: Result, shape: ModelShape) -> dict[str, Any]:
@@ -118,6 +118,7 @@ def to_config(result: Result, shape: ModelShape) -> dict[str, Any]:
         "rule": "coverage",
         "sink_tokens": options.sink_tokens,
         "window_tokens": options.window_tokens,
+        "tail": options.resolved_tail,
     }
     if options.estimator == "thumbnail":
         config["thumbnail_bits"] = options.thumbnail_bits
@@ -130,7 +131,8 @@ def to_config(result: Result, shape: ModelShape) -> dict[str, Any]:
     return config
 
 
-def _with(setting: Setting, **options: Any) -> Setting:
+def changed(setting: Setting, **options: Any) -> Setting:
+    """The setting with some of its options changed."""
     return dataclasses.replace(setting, options=dataclasses.replace(setting.options, **options))
 
 
@@ -138,4 +140,4 @@ def _by_layer(setting: Setting, chosen: Sequence[float | None]) -> Setting:
     """A gamma for each layer; None makes the layer dense."""
     dense = tuple(layer for layer, gamma in enumerate(chosen) if gamma is None)
     gammas = tuple(1.0 if gamma is None else gamma for gamma in chosen)
-    return _with(setting, gamma_by_layer=gammas, dense_layers=dense)
+    return changed(setting, gamma_by_layer=gammas, dense_layers=dense)

@@ -10,6 +10,7 @@ from pathlib import Path
 from sglang_sparse.evaluate.command_line import Parser, positive
 from sglang_sparse.evaluate.files import EvaluationError
 from sglang_sparse.evaluate.lm_eval_parts import go_offline
+from sglang_sparse.files import FileError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except EvaluationError as error:
+    except (EvaluationError, FileError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

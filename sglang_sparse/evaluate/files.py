@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from sglang_sparse.files import write_bytes
 
 FORMAT = 1
 """Changes when files of an older version could be misread."""
@@ -19,37 +18,6 @@ INSTALL = "pip install 'sglang-sparse[eval]'"
 
 class EvaluationError(Exception):
     """The command cannot go on; the text says why and what to do, in one line."""
-
-
-def check_target(flag: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:
-    """Raises if `path` cannot be written, so that hours of work do not end in a typing error."""
-    if path.is_dir():
-        raise EvaluationError(f"{flag}: {path} is a folder: name a file")
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise EvaluationError(f"{flag}: {path} has to end in {' or '.join(suffixes)}")
-    if not path.parent.is_dir():
-        raise EvaluationError(f"{flag}: the folder {path.parent} is not there: make it, or name another file")
-    if not os.access(path.parent, os.W_OK):
-        raise EvaluationError(f"{flag}: the folder {path.parent} cannot be written")
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes all of `content` or nothing: readers never see a part of it."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(name, 0o666 & ~umask)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
-    except OSError as error:
-        raise EvaluationError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 from sglang_sparse.evaluate import tokenizer as tokenizers
 from sglang_sparse.evaluate.client import Question, ask
 from sglang_sparse.evaluate.command_line import positive
-from sglang_sparse.evaluate.files import EvaluationError, check_target, write_bytes, write_json
+from sglang_sparse.evaluate.files import EvaluationError, write_json
 from sglang_sparse.evaluate.ruler import digest, means
 from sglang_sparse.evaluate.ruler_samples import check_lengths, progress
 from sglang_sparse.evaluate.server import Server
+from sglang_sparse.files import check_target, write_bytes
 
 KIND = "needle"
 TASK = "needle"

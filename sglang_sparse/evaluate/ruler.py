@@ -12,11 +12,12 @@ from typing import Any
 from sglang_sparse.evaluate import ruler_samples
 from sglang_sparse.evaluate.client import Question, ask
 from sglang_sparse.evaluate.command_line import positive
-from sglang_sparse.evaluate.files import EvaluationError, check_target, write_json
+from sglang_sparse.evaluate.files import EvaluationError, write_json
 from sglang_sparse.evaluate.lm_eval_parts import scorer
 from sglang_sparse.evaluate.ruler_generators import MAX_SAMPLES, TASKS
 from sglang_sparse.evaluate.server import RESERVED, Server
 from sglang_sparse.evaluate.tokenizer import check_folder
+from sglang_sparse.files import check_target
 
 KIND = "ruler"
 

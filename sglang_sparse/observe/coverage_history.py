@@ -55,7 +55,8 @@ class CoverageHistory:
         self._gamma_of = gamma_of
         self._layers: dict[int, _LayerHistory] = {}
         self._samples = 0
-        self._shortfalls: deque[float] = deque(maxlen=WINDOW)
+        self._shortfalls: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        """Layer, and gamma less the mean coverage, of the last samples."""
         self._low = False
         self._unread: deque[tuple[int, list[float]]] = deque(maxlen=_UNREAD)
 
@@ -69,7 +70,7 @@ class CoverageHistory:
         self._layers.setdefault(layer, _LayerHistory()).add(values)
         self._unread.append((layer, values))
         if self._gamma_of is not None:
-            self._shortfalls.append(self._gamma_of(layer) - sum(values) / len(values))
+            self._shortfalls.append((layer, self._gamma_of(layer) - sum(values) / len(values)))
             self._watch()
 
     def take_unread(self) -> list[tuple[int, list[float]]]:
@@ -106,18 +107,22 @@ class CoverageHistory:
         """Warns once when coverage, over a full window, falls below gamma by more than the margin."""
         if len(self._shortfalls) < WINDOW:
             return
-        shortfall = sum(self._shortfalls) / WINDOW
+        shortfall = sum(short for _, short in self._shortfalls) / WINDOW
         was_low, self._low = self._low, shortfall > MARGIN
         if self._low and not was_low:
-            worst = self._worst_layers()[:WORST_LAYERS]
+            by_layer: dict[int, list[float]] = {}
+            for layer, short in self._shortfalls:
+                by_layer.setdefault(layer, []).append(short)
+            means = {layer: sum(shorts) / len(shorts) for layer, shorts in by_layer.items()}
+            worst = sorted(means, key=lambda layer: -means[layer])[:WORST_LAYERS]
             logger.warning(
                 "Sparse decode: over the last %d audited samples, the blocks read cover %.3f less of the attention "
                 "mass than --sparse-decode-gamma asks for (tolerated: %g): raise --sparse-decode-gamma, raise "
                 "--sparse-decode-thumbnail-bits if it is below 4, or add the worst layers to "
-                "--sparse-decode-dense-layers: %s (coverage: %s)",
+                "--sparse-decode-dense-layers: %s (short by %s)",
                 WINDOW,
                 shortfall,
                 MARGIN,
                 ",".join(map(str, sorted(worst))),
-                ", ".join(f"{self._layers[number].mean:.3f} in layer {number}" for number in worst),
+                ", ".join(f"{means[layer]:.3f} in layer {layer}" for layer in worst),
             )

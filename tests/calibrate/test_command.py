@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from sglang_sparse.calibrate import search
+from sglang_sparse.calibrate import measure, search
 from sglang_sparse.calibrate.__main__ import main
 from sglang_sparse.calibrate.report import COLUMNS
 from sglang_sparse.options import ModelShape, merge
@@ -34,6 +36,7 @@ def test_report_writes_what_it_measured(
     printed = capsys.readouterr().out
     report = json.loads(out.read_text())
     assert report["model"] == model_folder.name
+    assert report["context"] == report["mean_context"] == 500
     assert report["shape"]["layers"] == 2
     assert len(report["results"]) == 2 * 7
     for entry in report["results"]:
@@ -64,6 +67,8 @@ def test_calibration_holds_the_target_and_writes_a_config(
     assert run(model_folder, *arguments) == 0
     report = json.loads(out.read_text())
     best, held_out, *tried = report["results"]
+    assert (best["part"], held_out["part"], tried[0]["part"]) == ("chosen", "held out", "tried")
+    assert best["options"]["gamma_by_layer"] or 0 < best["options"]["gamma"] < 1
     assert best["kl_mean"] <= target
     assert held_out["kl_mean"] <= target
     assert best["bytes_read"] < 0.95
@@ -86,6 +91,10 @@ def test_an_unreachable_target_writes_nothing(
     assert run(model_folder, "--prompts", prompts, "--tokens", 8, "--target-kl", 1e-12, "--config", config) == 2
     assert "no setting holds --target-kl 1e-12" in capsys.readouterr().err
     assert not config.exists()
+    monkeypatch.setattr(search, "GAMMAS", (0.5, 1.0))
+    assert run(model_folder, "--prompts", prompts, "--tokens", 8, "--target-kl", 1e-12, "--config", config) == 2
+    assert "does not hold below" in capsys.readouterr().err
+    assert not config.exists()
 
 
 @pytest.mark.parametrize(
@@ -104,9 +113,13 @@ def test_an_unreachable_target_writes_nothing(
         (["--block-size", "24"], "--sparse-decode-block-size is 24"),
         (["--block-size", "64", "--page-size", "16"], "block"),
         (["--grid", "frontier", "--page-size", "32"], "--grid frontier brings its own"),
-        (["--out", "/nowhere/at/all.json"], "cannot be written"),
+        (["--out", "/nowhere/at/all.json"], "--out: the folder /nowhere/at is not there"),
         (["--prompts", "missing.jsonl"], "--prompts missing.jsonl: cannot be read"),
-        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--plot", "picture"], "--plot: picture has to end in .png"),
+        (["--out", "a.json", "--csv", "./a.json"], "--out and --csv both name a.json"),
+        (["--gammas", "0.9", "--target-kl", "0.1", "--config", "c.json"], "--gammas has no effect with --target-kl"),
+        (["--held-out", "0.5"], "--held-out has no effect without --target-kl"),
+        (["--seed", "1", "--prompts", "p.jsonl"], "--seed has no effect with --prompts"),
     ],
 )
 def test_wrong_flags_are_refused_in_one_line(
@@ -134,3 +147,39 @@ def test_a_csv_with_other_columns_is_left_alone(
     assert run(model_folder, "--prompts", prompts, "--tokens", 8, "--gammas", 0.9, "--csv", table) == 2
     assert "has other columns" in capsys.readouterr().err
     assert table.read_text() == "a,b\n1,2\n"
+
+
+def test_an_unreadable_csv_is_refused_before_measuring(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    table = tmp_path / "rows.csv"
+    table.write_bytes(b"\xff\xfe")
+    assert run(model_folder, "--csv", table) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_damaged_and_incomplete_weights_are_refused(
+    model_folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert run(folder, "--prompts", prompts, "--tokens", 8) == 2
+    assert "weights are missing, such as model.layers.1.self_attn.k_proj.weight" in capsys.readouterr().err
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert run(folder, "--prompts", prompts, "--tokens", 8) == 2
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+def test_an_interruption_is_one_line(
+    model_folder: Path, prompts: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "prepare", interrupt)
+    assert run(model_folder, "--prompts", prompts, "--tokens", 8) == 130
+    assert capsys.readouterr().err.endswith("interrupted, nothing was written\n")

@@ -29,7 +29,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Replay:
 
 
 def result(replay: Replay, options: SparseDecodeOptions) -> Result:
-    (made,) = measure(replay, [Prompt("p", PROMPT[:-12], PROMPT[-12:])], [Setting(options)], 12)
+    (made,) = measure(replay, [Prompt("p", "text", PROMPT[:-12], PROMPT[-12:])], [Setting(options)], 12)
     return made
 
 
@@ -39,6 +39,6 @@ def test_mean_variance_fails_on_biased_keys_and_the_default_does_not(biased: Rep
     mean_variance = result(biased, SparseDecodeOptions(estimator="mean-variance"))
     assert exact.coverage_p1 > 0.5
     assert default.coverage_p1 > exact.coverage_p1 - 0.1
-    assert default.kl_mean < 3 * exact.kl_mean + 1e-3
+    assert default.kl_mean < 0.05
     assert mean_variance.coverage_p1 < 0.5 * exact.coverage_p1
-    assert mean_variance.kl_mean > 10 * default.kl_mean
+    assert mean_variance.kl_mean > 20 * default.kl_mean

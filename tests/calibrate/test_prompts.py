@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_sparse.calibrate.model import CalibrationError, load_tokenizer
-from sglang_sparse.calibrate.prompts import generate_prompts, read_prompts
+from sglang_sparse.calibrate.errors import CalibrationError
+from sglang_sparse.calibrate.model import load_tokenizer
+from sglang_sparse.calibrate.prompts import _text, generate_prompts, read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +59,19 @@ def test_a_chat_is_answered_by_the_model(tokenizer: Any, tmp_path: Path) -> None
         ([{"txt": "a"}], 'line 1: give an object with "text" or "messages"'),
         ([{"text": "a", "messages": []}], "line 1: give an object"),
         (["[1]"], "line 1: give an object"),
+        ([{"text": "a\ud83d" * 20}], '"text" cannot be tokenised'),
         ([{"messages": [{"role": "user", "content": "hi"}]}], "line 1: the tokenizer has no chat template"),
     ],
 )
 def test_wrong_files_are_refused(entries: list, message: str, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=message):
         read_prompts(write(tmp_path, *entries), tokenizer, context=60, tokens=4)
+
+
+def test_other_line_separators_may_stand_in_strings(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"text": "a\u2028b\u0085c" * 5}, ensure_ascii=False))
+    assert len(read_prompts(file, tokenizer, context=100, tokens=4)) == 1
 
 
 def test_unreadable_files_are_refused(tokenizer: Any, tmp_path: Path) -> None:
@@ -92,6 +102,17 @@ def test_retrieval_prompts_hold_what_they_ask_for(tokenizer: Any) -> None:
     assert all(f"The access code of the {key} is " in text for key in asked)
 
 
+class _Cheap:
+    """A tokenizer of one token a hundred characters."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        return SimpleNamespace(input_ids=[0] * (len(text) // 100 + 1))
+
+
 def test_too_short_a_context_is_refused(tokenizer: Any) -> None:
     with pytest.raises(CalibrationError, match="is too short for the generated prompts"):
         generate_prompts(tokenizer, context=300, count=1, tokens=16)
+    with pytest.raises(CalibrationError, match=r"Python's own prose has \d+ tokens, fewer than a context of 9000000"):
+        _text("p", "prose", _Cheap(), 8_999_984, 16, random.Random(0))

@@ -11,8 +11,8 @@ from devices import over_devices
 from random_model import write_random_model
 
 from sglang_sparse.calibrate.candidates import block_log_mass, token_scores
+from sglang_sparse.calibrate.errors import CalibrationError
 from sglang_sparse.calibrate.measure import measure, prepare
-from sglang_sparse.calibrate.model import CalibrationError
 from sglang_sparse.calibrate.prompts import Prompt
 from sglang_sparse.calibrate.replay import Replay
 from sglang_sparse.calibrate.settings import DENSE, Setting
@@ -66,11 +66,16 @@ def test_one_pass_equals_decoding_token_by_token(
 
 @over_devices
 def test_exact_at_gamma_one_is_dense(device: str, replay_on: Callable[[str], Replay]) -> None:
-    options = SparseDecodeOptions(estimator="exact", gamma=1)
-    (result,) = measure(replay_on(device), [Prompt("p", PROMPT, PROMPT[:20])], [Setting(options)], 20)
-    assert result.kl_mean == result.kl_max == 0
-    assert result.agreement == result.kept == result.coverage_mean == 1
-    assert result.bytes_read == 1
+    """A gamma of 1 for each head goes through estimator, rule and lists; one for all is short-cut to rule `all`."""
+    prompt = Prompt("p", "text", PROMPT, PROMPT[:20])
+    every_head = Setting(SparseDecodeOptions(estimator="exact", gamma=0.5), gamma_by_head=((1.0, 1.0), (1.0, 1.0)))
+    short_cut = Setting(SparseDecodeOptions(estimator="exact", gamma=1))
+    for setting, scanned in ((every_head, True), (short_cut, False)):
+        (result,) = measure(replay_on(device), [prompt], [setting], 20)
+        assert result.kl_mean == result.kl_max == 0
+        assert result.agreement == result.kept == 1
+        assert result.coverage_p1 == pytest.approx(1, abs=1e-5)
+        assert (result.bytes_read > 1.4) == scanned
 
 
 @over_devices
@@ -92,9 +97,11 @@ def test_bytes_are_those_of_the_scan_and_of_the_blocks_read(replay_on: Callable[
     closed = (lengths // 64 * 64).sum().item()
     # 2 bits a channel, low and step of 2 bytes for each page and channel; 4 bytes of key and value. Open pages: keys.
     total = lengths.sum().item()
-    scanned = closed * (2 / 8 + 4 / 64) / 4 + (total - closed) / 2
+    # A mean value of 2 bytes a channel for each page.
+    scanned = closed * (2 / 8 + 4 / 64 + 2 / 64) / 4 + (total - closed) / 2
     assert made.scanned.tolist() == pytest.approx([scanned / total] * 2, rel=1e-5)
-    torch.testing.assert_close(made.bytes_read, made.kept.mean((1, 2)) + made.scanned)
+    blocks = (lengths / 16).ceil().sum()
+    torch.testing.assert_close(made.bytes_read, made.kept_blocks.sum((1, 2)) / (2 * blocks) + made.scanned)
 
 
 def test_a_dense_layer_reads_everything(replay_on: Callable[[str], Replay]) -> None:
@@ -138,6 +145,7 @@ def test_the_tail_answers_for_what_was_not_read(replay_on: Callable[[str], Repla
 def test_an_answer_stops_before_the_end_of_text(replay_on: Callable[[str], Replay]) -> None:
     replay = replay_on("cpu")
     whole = replay.decode_densely(replay.prefill(PROMPT, 20))
+    assert replay.decode_densely(replay.prefill(PROMPT, 20), frozenset({whole[0]})) == whole[:1]
     stop = next(token for token in whole if token != whole[0])
     assert replay.decode_densely(replay.prefill(PROMPT, 20), frozenset({stop})) == whole[: whole.index(stop)]
 
@@ -166,7 +174,7 @@ def test_block_log_mass_counts_each_rows_own_tokens() -> None:
 def test_other_architectures_run(architecture: str, config: dict, tmp_path: Path) -> None:
     folder = write_random_model(tmp_path / "m", architecture=architecture, **config)
     replay = Replay(folder, device="cpu")
-    reference = prepare(replay, Prompt("p", PROMPT[:200], PROMPT[:10]), 10)
+    reference = prepare(replay, Prompt("p", "text", PROMPT[:200], PROMPT[:10]), 10)
     made = replay.force(reference.prefix, reference.tokens, Setting(SPARSE))
     assert made.logits.isfinite().all()
     assert 0 < made.kept.mean() < 1

@@ -64,7 +64,7 @@ def test_uniform_finds_the_fewest_bytes_of_all() -> None:
     best = search.uniform(model, BASE, target)
     assert best is not None
     everything = [
-        model.result(search._with(BASE, gamma=gamma, group=group, **estimator))
+        model.result(search.changed(BASE, gamma=gamma, group=group, **estimator))
         for gamma in search.GAMMAS
         for group in ("average", "every")
         for estimator in search.server_estimators()
@@ -102,13 +102,13 @@ def test_one_gamma_stays_where_layers_are_alike(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_raising_ends_at_everything() -> None:
-    setting: Setting | None = search._with(BASE, gamma=0.95)
+    setting: Setting | None = search.changed(BASE, gamma=0.95)
     seen = []
     while setting is not None:
         seen.append(setting.options.gamma)
         setting = search.raised(setting)
     assert seen == [*(gamma for gamma in search.GAMMAS if gamma >= 0.95), 1.0]
-    by_layer = search.raised(search._with(BASE, gamma_by_layer=(0.9, 1.0)))
+    by_layer = search.raised(search.changed(BASE, gamma_by_layer=(0.9, 1.0)))
     assert by_layer is not None
     assert by_layer.options.gamma_by_layer == (0.92, 1.0)
 
@@ -123,6 +123,9 @@ def test_a_config_gives_the_measured_options_back() -> None:
         config = SparseDecodeOptions.from_mapping(search.to_config(result, shape))
         assert config.page_size == 32
         assert config.model == shape
+        assert config.tail == options.resolved_tail
         for name in vars(options):
-            if name not in ("model", "page_size", "min_context") and not (name == "gamma" and options.gamma_by_layer):
+            if name not in ("model", "page_size", "min_context", "tail") and not (
+                name == "gamma" and options.gamma_by_layer
+            ):
                 assert getattr(config, name) == getattr(options, name), name

@@ -1,0 +1,132 @@
+"""The flow of a calibration: search on most prompts, check on the others, write a config."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from sglang_sparse.calibrate import report as reports
+from sglang_sparse.calibrate import search
+from sglang_sparse.calibrate.errors import CalibrationError
+from sglang_sparse.calibrate.measure import Result, measure_references, moves, prepare
+from sglang_sparse.calibrate.prompts import Prompt
+from sglang_sparse.calibrate.replay import Replay
+from sglang_sparse.calibrate.settings import Setting
+from sglang_sparse.files import write_bytes
+from sglang_sparse.options import SparseDecodeOptions
+
+HELD_OUT = 0.34
+"""Share of the prompts that only check."""
+
+
+def split(prompts: Sequence[Prompt], share: float) -> set[int]:
+    """Indices of the prompts that only check: about `share` of each kind, at least one, and never all.
+
+    Raises CalibrationError if there are too few prompts.
+    """
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        kinds[prompt.kind].append(index)
+    held: set[int] = set()
+    for indices in kinds.values():
+        # The last ones of each kind; a kind of one prompt is searched on.
+        held.update(indices[len(indices) - min(round(share * len(indices)), len(indices) - 1) :])
+    if not held and len(prompts) > 1:
+        held = {len(prompts) - 1}
+    if not held:
+        raise CalibrationError("one prompt cannot be both searched on and checked with: give more prompts")
+    return held
+
+
+def calibrate(
+    args: argparse.Namespace,
+    replay: Replay,
+    prompts: Sequence[Prompt],
+    base: Setting,
+    stop: frozenset[int],
+    about: dict[str, Any],
+) -> int:
+    """Finds the setting for `--target-kl`, checks it on held-out prompts and writes the config.
+
+    Raises CalibrationError if no setting holds the target, or only ones that read about as much as dense decode.
+    """
+    target = args.target_kl
+    held = split(prompts, args.held_out or HELD_OUT)
+    tried: list[Result] = []
+    raises = 0
+    with tqdm(unit="pass", disable=None) as bar:
+        progress = moves(bar)
+        references = []
+        for prompt in prompts:
+            references.append(prepare(replay, prompt, args.tokens, stop))
+            progress(f"dense: {prompt.name}")
+        fitted = [reference for i, reference in enumerate(references) if i not in held]
+        checked = [references[i] for i in sorted(held)]
+
+        def measure(settings: Sequence[Setting]) -> list[Result]:
+            results = measure_references(replay, fitted, settings, progress)
+            tried.extend(results)
+            return results
+
+        best = search.uniform(measure, base, target)
+        if best is None:
+            raise CalibrationError(f"no setting holds --target-kl {target:g} on these prompts: raise it")
+        best = search.by_layer(measure, best, target)
+        (confirmed,) = measure_references(replay, checked, [best.setting], progress)
+        while confirmed.kl_mean > target and (higher := search.raised(best.setting)) is not None:
+            raises += 1
+            (best,) = measure([higher])
+            (confirmed,) = measure_references(replay, checked, [higher], progress)
+    if confirmed.kl_mean > target or best.bytes_read > search.WORTH:
+        raise CalibrationError(
+            f"--target-kl {target:g} does not hold below {best.bytes_read:.0%} of the bytes "
+            f"(KL {confirmed.kl_mean:.3g} on the held-out prompts): raise it, or decode densely"
+        )
+    print(reports.table([best, confirmed]))
+    print(
+        f"second line: the {len(held)} of {len(prompts)} prompts that the search did not see; "
+        f"they raised the gammas {raises} times"
+    )
+    print(predicted_gain(replay, about["mean_context"], best.bytes_read))
+    config = json.dumps(search.to_config(best, replay.shape), indent=1) + "\n"
+    write_bytes(args.config, config.encode())
+    if args.out:
+        entries = [reports.entry(best, "chosen"), reports.entry(confirmed, "held out")]
+        entries += [reports.entry(result, "tried") for result in tried]
+        reports.write_json(args.out, {**about, "target_kl": target}, entries)
+    if args.csv:
+        reports.append_csv(args.csv, about, [best])
+    if args.plot:
+        # Layers measured alone are steps on the way, not settings to choose from.
+        shown = [reports.entry(result) for result in (*tried, best) if not result.setting.options.dense_layers]
+        reports.plot(args.plot, about, shown, reports.entry(best))
+    shortest, least = min(len(prompt.tokens) for prompt in prompts), SparseDecodeOptions().min_context
+    if shortest < least:
+        print(
+            f"note: a prompt has {shortest} tokens; the server decodes requests below --sparse-decode-min-context "
+            f"({least}) densely",
+            file=sys.stderr,
+        )
+    print(f"wrote {args.config}: start the server with --sparse-decode --sparse-decode-config {args.config}")
+    return 0
+
+
+def predicted_gain(replay: Replay, context: int, share: float) -> str:
+    """What the bytes say of the time per token: a decode step has to read weights and KV, in the served types."""
+    embedding = replay.model.get_input_embeddings().weight
+    tied = replay.model.get_output_embeddings().weight is embedding
+    parameters = sum(p.numel() for p in replay.model.parameters()) - (0 if tied else embedding.numel())
+    served = dataclasses.replace(replay.geometry, dtype=replay.served_dtype)
+    weights = parameters * served.dtype.itemsize
+    kv = context * replay.layers * served.kv_heads * served.kv_bytes
+    gains = ", ".join(
+        f"{(weights + batch * kv) / (weights + batch * kv * share):.2f} at batch {batch}" for batch in (1, 8, 64)
+    )
+    return f"predicted from bytes (weights and KV) at {context} tokens, dense ÷ sparse time per token: {gains}"
