@@ -369,7 +369,7 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     add("window_tokens", "Latest tokens that are always read.", type=int)
     add(
         "gamma_by_layer",
-        "A gamma for each layer, such as 0.95,0.9,0.99, instead of gamma: python -m sglang_sparse.calibrate finds them.",
+        "One gamma for each layer, such as 0.95,0.9,0.99, instead of gamma (python -m sglang_sparse.calibrate).",
     )
     add("dense_layers", "Layers that read everything, such as 0,1 or 0-3.")
     add(
