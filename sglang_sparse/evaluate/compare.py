@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
@@ -23,6 +24,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_same(dense, sparse, arguments)
     text, worse = table(differences(dense), differences(sparse))
     print(text)
+    for path, content, expected in ((arguments.dense, dense, "dense"), (arguments.sparse, sparse, "sparse")):
+        found = decoding(content)
+        if found not in (None, expected):
+            print(f"note: {path} was run on a server that decodes {found}ly", file=sys.stderr)
     return 1 if worse else 0
 
 
@@ -41,6 +46,14 @@ def read(path: Path) -> dict[str, Any]:
     if not valid:
         raise EvaluationError(f"compare: {path} is damaged: run it anew")
     return content
+
+
+def decoding(content: dict[str, Any]) -> str | None:
+    """How the server of a result file decoded: `dense`, `sparse`, or None if the file does not say."""
+    server = content.get("server")
+    if not isinstance(server, dict) or "sparse_decode" not in server:
+        return None
+    return "sparse" if server["sparse_decode"] else "dense"
 
 
 def check_same(dense: dict[str, Any], sparse: dict[str, Any], arguments: argparse.Namespace) -> None:

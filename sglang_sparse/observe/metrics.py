@@ -13,6 +13,10 @@ from sglang_sparse.observe.coverage_history import BUCKETS
 logger = logging.getLogger(__name__)
 
 NAME = "sglang:sparse_decode_coverage"
+HELP = (
+    "True share of the attention mass in the blocks that sparse decode chose, a value for each KV head: "
+    "the mean of its query heads, or with group every their minimum."
+)
 
 
 class CoverageMetric:
@@ -31,8 +35,7 @@ class CoverageMetric:
         try:
             if not self._is_made:
                 self._is_made = True
-                what = "True share of attention mass in the blocks that sparse decode chose, by KV head."
-                self._observe = sglang_compat.layer_histogram(reporter, NAME, what, BUCKETS)
+                self._observe = sglang_compat.layer_histogram(reporter, NAME, HELP, BUCKETS)
             if self._observe is not None:
                 for layer, coverage in samples:
                     for value in coverage:

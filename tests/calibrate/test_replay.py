@@ -50,7 +50,9 @@ def test_one_pass_equals_decoding_token_by_token(
 ) -> None:
     """390 + 80 tokens: several pages close in between, and each step sees only what was closed before it."""
     replay = replay_on(device)
-    setting = Setting(SPARSE, page_size=page_size)
+    # Thumbnails are read with bfloat16 queries: the rounding of a batch of another size can tip one to a neighbour.
+    options = SPARSE if device == "cpu" else dataclasses.replace(SPARSE, estimator="mean")
+    setting = Setting(options, page_size=page_size)
     tokens = PROMPT[:80]
     together = replay.force(replay.prefill(PROMPT, 80), tokens, setting)
     prefix = replay.prefill(PROMPT, 80)

@@ -69,6 +69,18 @@ def test_the_correction_decides_for_rows_and_all_together_still_count(
     assert rows[2][5:8] == ["0", "5", "0.0312"]
 
 
+def test_a_file_of_another_kind_of_server_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = result(tmp_path / "a.json", {}, server={"sparse_decode": None})
+    sparse = result(tmp_path / "b.json", {}, server={"sparse_decode": [{"steps": 3}]})
+    assert compare(capsys, dense, sparse)[2] == ""
+    code, _, told = compare(capsys, sparse, dense)
+    assert code == 0
+    assert told.splitlines() == [
+        f"note: {sparse} was run on a server that decodes sparsely",
+        f"note: {dense} was run on a server that decodes densely",
+    ]
+
+
 def test_needle_files_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = result(tmp_path / "a.json", {}, kind="needle")
     assert compare(capsys, dense, result(tmp_path / "b.json", {"ruler_cwe": [0.0] * 9}, kind="needle"))[0] == 1
