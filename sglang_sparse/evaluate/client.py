@@ -51,7 +51,7 @@ class Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if self.first is None and "request failed" in text:
-            self.first = " ".join(text.split())[:500]
+            self.first = " ".join(text.split()).removesuffix(" Retrying...")[:500]
 
 
 def ask(server: Server, questions: Sequence[Question], concurrency: int, timeout: int) -> list[Answer]:

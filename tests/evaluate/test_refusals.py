@@ -142,7 +142,7 @@ def test_a_server_that_fails(
 ) -> None:
     monkeypatch.setattr("sglang_sparse.evaluate.client.RETRIES", 1)
     server.status = 500
-    refused(capsys, run(server, samples, tmp_path), "a request failed .* the model has stopped", tmp_path)
+    refused(capsys, run(server, samples, tmp_path), "a request failed .*the model has stopped", tmp_path)
 
 
 def test_a_tokenizer_that_is_not_the_servers(
