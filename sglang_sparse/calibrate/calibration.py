@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from sglang_sparse.calibrate import report as reports
 from sglang_sparse.calibrate import search
 from sglang_sparse.calibrate.errors import CalibrationError
-from sglang_sparse.calibrate.measure import Result, measure_references, moves, prepare
+from sglang_sparse.calibrate.measure import Reference, Result, measure_references, moves, prepare
 from sglang_sparse.calibrate.prompts import Prompt
 from sglang_sparse.calibrate.replay import Replay
 from sglang_sparse.calibrate.settings import Setting
@@ -45,6 +46,11 @@ def split(prompts: Sequence[Prompt], share: float) -> set[int]:
     return held
 
 
+def has_room(replay: Replay, needed: int) -> bool:
+    """Whether `needed` bytes more leave half of the device's free memory; keys and values else wait in host memory."""
+    return replay.device.type != "cuda" or needed < torch.cuda.mem_get_info(replay.device)[0] / 2
+
+
 def calibrate(
     args: argparse.Namespace,
     replay: Replay,
@@ -63,9 +69,12 @@ def calibrate(
     raises = 0
     with tqdm(unit="pass", disable=None) as bar:
         progress = moves(bar)
-        references = []
+        references: list[Reference] = []
         for prompt in prompts:
-            references.append(prepare(replay, prompt, args.tokens, stop))
+            reference = prepare(replay, prompt, args.tokens, stop)
+            if not has_room(replay, reference.prefix.bytes * (len(prompts) - len(references))):
+                reference.prefix = reference.prefix.on("cpu")
+            references.append(reference)
             progress(f"dense: {prompt.name}")
         fitted = [reference for i, reference in enumerate(references) if i not in held]
         checked = [references[i] for i in sorted(held)]

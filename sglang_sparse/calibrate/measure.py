@@ -147,8 +147,9 @@ def measure_references(
     """Every setting on prompts that are prepared already."""
     tallies = [Tally(setting) for setting in settings]
     for reference in references:
+        prefix = reference.prefix.on(replay.device)
         for tally in tallies:
-            tally.add(reference, replay.force(reference.prefix, reference.tokens, tally.setting))
+            tally.add(reference, replay.force(prefix, reference.tokens, tally.setting))
             progress(f"{reference.prompt.name}: {tally.setting.estimator} {tally.setting.value:g}")
     return [tally.result() for tally in tallies]
 

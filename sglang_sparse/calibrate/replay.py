@@ -8,6 +8,7 @@ tokens write their keys before any attends, the pass equals decoding them one af
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,18 @@ class Prefix:
         self.v = torch.zeros_like(self.k)
         self.next_token = -1
         """Greedy continuation of the prompt."""
+
+    @property
+    def bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def on(self, device: torch.device | str) -> Prefix:
+        """This prefix if it is on `device`, or else a copy there."""
+        if self.k.device.type == torch.device(device).type:
+            return self
+        moved = copy.copy(self)
+        moved.k, moved.v = self.k.to(device), self.v.to(device)
+        return moved
 
 
 class Replay:

@@ -144,6 +144,19 @@ def test_the_tail_answers_for_what_was_not_read(replay_on: Callable[[str], Repla
     torch.testing.assert_close(logits(Setting(options, tail=64)), dense, rtol=1e-3, atol=2e-3)
 
 
+@over_devices
+def test_a_prefix_that_waited_elsewhere_gives_the_same(device: str, replay_on: Callable[[str], Replay]) -> None:
+    replay = replay_on(device)
+    prefix = replay.prefill(PROMPT, 10)
+    parked = prefix.on("cpu")
+    assert parked.k.device.type == "cpu"
+    assert (parked is prefix) == (device == "cpu")
+    assert parked.bytes == prefix.bytes == 2 * prefix.k.nbytes
+    direct = replay.force(prefix, PROMPT[:10], Setting(SPARSE)).logits
+    back = replay.force(parked.on(device), PROMPT[:10], Setting(SPARSE)).logits
+    assert torch.equal(direct, back)
+
+
 def test_an_answer_stops_before_the_end_of_text(replay_on: Callable[[str], Replay]) -> None:
     replay = replay_on("cpu")
     whole = replay.decode_densely(replay.prefill(PROMPT, 20))
