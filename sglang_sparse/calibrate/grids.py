@@ -36,7 +36,8 @@ def frontier_grid(gammas: Sequence[float]) -> list[Setting]:
         copy = f"asymmetric-{bits}bit"
         grid += [Setting(options, page_size=page, candidate=copy) for page in (16, 32, 128)]
         grid += [Setting(dataclasses.replace(options, block_size=size), candidate=copy) for size in (8, 32)]
-        grid += [Setting(options, candidate=f"{copy}{kind}") for kind in ("-fp8", "-rotated")]
+        grid += [Setting(options, page_size=page, candidate=f"{copy}-fp8") for page in (16, 32, 64, 128)]
+        grid += [Setting(options, candidate=f"{copy}-rotated")]
         grid += [Setting(dataclasses.replace(options, thumbnail_bits=bits, group="every"))]
         grid += [Setting(dataclasses.replace(options, thumbnail_bits=bits), tail=tail) for tail in (16, 256)]
         grid += [Setting(options, candidate=f"mean+{copy}")]
