@@ -171,6 +171,24 @@ def test_turns_give_what_one_turn_gives(monkeypatch: pytest.MonkeyPatch) -> None
     assert 0 < outs[0][1].sum() < LAYERS * 2 * (1 + 2 + 13 + 19)
 
 
+ONE_GAMMA = {"min_context": 0, "sink_tokens": 0, "window_tokens": 1}
+
+
+def test_each_layer_has_its_own_gamma() -> None:
+    options = SparseDecodeOptions(min_context=0, sink_tokens=0, window_tokens=1, gamma_by_layer=(0.99, 0.3))
+    sim = Simulation(lengths(), options, DEVICE)
+    sim.load([0, 1, 2, 3])
+    q = sim.queries(0)
+    sim.attend(q, torch.empty_like(q))
+    kept = sim.step.counters.kept_blocks.sum(1)
+    for layer, gamma in enumerate(options.gamma_by_layer):
+        alone = Simulation(lengths(), SparseDecodeOptions(**{**ONE_GAMMA, "gamma": gamma}), DEVICE)
+        alone.load([0, 1, 2, 3])
+        alone.attend(q, torch.empty_like(q))
+        assert alone.step.counters.kept_blocks.sum(1)[layer] == kept[layer]
+    assert kept[0] > kept[1]
+
+
 @pytest.mark.parametrize("estimator", ["thumbnail", "exact"])
 def test_the_tail_brings_a_step_closer_to_dense_attention(estimator: str) -> None:
     outs = {}
