@@ -1,11 +1,17 @@
 """What all tests share: the CPU environment on hosts without a GPU, the ``gpu`` marker, and free ports."""
 
+import os
 import socket
 
 import pytest
 import torch
 
 from sglang_sparse import cpu
+
+# Kernels run in Triton's interpreter without a GPU. That is decided when triton is first imported, by whichever test
+# module comes first.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # At import, so that it comes before any test module imports SGLang; child processes inherit it.
 cpu.activate()

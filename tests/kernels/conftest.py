@@ -1,13 +1,9 @@
-"""Kernel tests run natively on a GPU and in Triton's interpreter elsewhere; the choice is made before triton is
-imported."""
-
-import os
+"""Kernel tests run natively on a GPU and in Triton's interpreter elsewhere; tests/conftest.py makes the choice."""
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
 
 
