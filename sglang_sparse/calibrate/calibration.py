@@ -28,9 +28,9 @@ HELD_OUT = 0.34
 
 
 def split(prompts: Sequence[Prompt], share: float) -> set[int]:
-    """Indices of the prompts that only check: about `share` of each kind, at least one, and never all.
+    """Indices of the prompts that only check: about `share` of each kind, never all of it, and at least one prompt.
 
-    Raises CalibrationError if there are too few prompts.
+    Raises CalibrationError if there is only one prompt.
     """
     kinds: dict[str, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):

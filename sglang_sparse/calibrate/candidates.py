@@ -354,7 +354,7 @@ class PageBound:
 def make_candidate(name: str, geometry: Geometry) -> Estimator:
     """The estimator of a name.
 
-    Names: `symmetric-2bit`; `asymmetric-Bbit[-fp8][-unbiased][-rotated]`; `means-N-fp8`; `bound+asymmetric-…`;
+    Names: `symmetric-2bit`; `asymmetric-Bbit[-fp8][-unbiased|-rotated]`; `means-N-fp8`; `bound+asymmetric-…`;
     `mean+asymmetric-…` (block means in bf16 first).
 
     Raises:

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_sparse.calibrate.calibration import split
+from sglang_sparse.calibrate.calibration import predicted_gain, split
 from sglang_sparse.calibrate.errors import CalibrationError
 from sglang_sparse.calibrate.grids import frontier_grid
 from sglang_sparse.calibrate.measure import Reference, Tally
 from sglang_sparse.calibrate.prompts import Prompt
-from sglang_sparse.calibrate.replay import Pass
+from sglang_sparse.calibrate.replay import Pass, Replay
 from sglang_sparse.calibrate.report import is_default
 from sglang_sparse.calibrate.settings import DENSE, Setting
 
@@ -53,6 +54,17 @@ def test_figures_are_sums_over_all_prompts() -> None:
     assert result.bytes_read == pytest.approx(61 / 302 + (0.3 * 20 + 0.1 * 4800) / 4820)
     assert result.coverage_p1 == 0.5
     assert result.coverage_mean == pytest.approx((0.5 + 0.5 + 0.75 + 1) / 4)
+
+
+def test_the_predicted_gain_counts_weights_and_kv_in_served_types(replay_on: Callable[[str], Replay]) -> None:
+    replay = replay_on("cpu")
+    config = replay.model.config
+    # Untied: the input embedding is looked up, not read. 2 layers, 2 KV heads of 64 channels, 2 bytes.
+    weights = sum(p.numel() for p in replay.model.parameters()) - config.vocab_size * config.hidden_size
+    kv = 1000 * 2 * 2 * 64 * 2
+    expected = (weights + 8 * kv) / (weights + 8 * kv * 0.25)
+    assert f"{expected:.2f} at batch 8" in predicted_gain(replay, 1000, 0.25)
+    assert "1.00 at batch 1, 1.00 at batch 8, 1.00 at batch 64" in predicted_gain(replay, 1000, 1.0)
 
 
 @pytest.mark.parametrize("count", range(2, 19))
