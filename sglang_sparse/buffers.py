@@ -17,7 +17,7 @@ class DecodeBuffers:
         max_pages: pages of the longest request.
         thresholds: what the selection rule asks for in each layer.
         selects: False if no layer selects, so that masses and lists are never written.
-        has_tail: whether the blocks that are not read are answered, which takes their mask and log-sum-exps.
+        has_tail: whether the blocks that are not read are answered, which takes their mask.
     """
 
     def __init__(
@@ -48,8 +48,7 @@ class DecodeBuffers:
         self.block_lists = torch.empty((*rows, blocks), dtype=torch.int32, device=device)
         self.block_counts = torch.zeros(rows, dtype=torch.int32, device=device)
         answered = rows[0] if has_tail else 0
-        self.kept_mask = torch.empty((answered, geometry.kv_heads, blocks), dtype=torch.uint8, device=device)
-        self.lse = torch.empty((answered, geometry.query_heads), dtype=torch.float32, device=device)
+        self.kept_mask = torch.empty((answered, geometry.kv_heads, blocks), dtype=torch.int32, device=device)
         self.attention = AttentionWorkspace.create(
             num_programs=None, group_size=geometry.group_size, head_dim=geometry.head_dim, device=device
         )

@@ -1,4 +1,4 @@
-"""One decode step without SGLang: update summaries, choose blocks, attend, add the tail.
+"""One decode step without SGLang: update summaries, choose blocks, attend to them and to the tail.
 
 The backend feeds it from SGLang's pools. Nothing here allocates, waits for the device or branches on data, so that a
 step can be captured in a CUDA graph.
@@ -7,7 +7,7 @@ step can be captured in a CUDA graph.
 from __future__ import annotations
 
 import torch
-from sparse_kernels import SelectionTap, TapPoint, sparse_attention
+from sparse_kernels import AttentionTail, SelectionTap, TapPoint, sparse_attention
 
 from sglang_sparse.buffers import DecodeBuffers
 from sglang_sparse.geometry import Geometry
@@ -151,17 +151,5 @@ class DecodeStep:
             block_size=g.block_size,
             out=out,
             workspace=b.attention,
-            lse=b.lse[rows] if tail else None,
+            tail=AttentionTail(b.log_mass[rows], b.kept_mask[rows], self.summaries.value_means(layer)) if tail else None,
         )
-        if tail:
-            tail.add(
-                b.log_mass[rows],
-                seq_lens,
-                b.block_counts[rows],
-                b.kept_mask[rows],
-                self.summaries.value_means(layer),
-                page_table,
-                b.lse[rows],
-                out=out,
-                workspace=b.attention,
-            )

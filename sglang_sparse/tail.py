@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from sparse_kernels import AttentionWorkspace, block_statistics, tail_attention
+from sparse_kernels import block_statistics
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
@@ -13,7 +13,7 @@ CELL_TOKENS = 64
 
 
 class MeanTail:
-    """Mean values of closed pages, and how attention is completed with them. Owns no state."""
+    """Mean values of closed pages, with which attention is completed. Owns no state."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -35,34 +35,6 @@ class MeanTail:
         page_size = self._geometry.page_size
         block_statistics(
             v_pool, pages, kind="mean", page_size=page_size, block_size=self.cell, out=means[:, :, :, None]
-        )
-
-    def add(
-        self,
-        log_mass: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_counts: torch.Tensor,
-        kept_mask: torch.Tensor,
-        means: torch.Tensor,
-        page_table: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        out: torch.Tensor,
-        workspace: AttentionWorkspace,
-    ) -> None:
-        """Completes `out` (`[B, Hq, D]`), the attention over the listed blocks (docs/architecture.md)."""
-        tail_attention(
-            log_mass,
-            seq_lens,
-            block_counts,
-            kept_mask,
-            means,
-            page_table,
-            lse,
-            page_size=self._geometry.page_size,
-            block_size=self._geometry.block_size,
-            out=out,
-            workspace=workspace,
         )
 
 

@@ -3,6 +3,7 @@
 Each operation has a file of its name, a Triton kernel for GPUs and a torch reference of the same signature.
 """
 
+from .attention_tail import AttentionTail
 from .block_mass_exact import block_mass_exact, block_mass_exact_reference
 from .block_mass_statistics import block_mass_statistics, block_mass_statistics_reference
 from .block_mass_thumbnail import block_mass_thumbnail, block_mass_thumbnail_reference
@@ -13,12 +14,12 @@ from .page_table import snapshot_page_table, snapshot_page_table_reference
 from .selection_tap import SelectionTap, TapPoint
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
 from .step_totals import step_totals
-from .tail_attention import tail_attention, tail_attention_reference
 from .thumbnail import thumbnail, thumbnail_reference, unpack_codes
 from .top_k_rule import top_k_rule, top_k_rule_reference
 
 __all__ = [
     "STATISTICS_OF_KIND",
+    "AttentionTail",
     "AttentionWorkspace",
     "SelectionTap",
     "TapPoint",
@@ -39,8 +40,6 @@ __all__ = [
     "sparse_attention",
     "sparse_attention_reference",
     "step_totals",
-    "tail_attention",
-    "tail_attention_reference",
     "thumbnail",
     "thumbnail_reference",
     "top_k_rule",

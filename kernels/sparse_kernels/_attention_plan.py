@@ -6,8 +6,8 @@ The work is a sequence of tiles: row after row ((request, KV head) pairs in row-
 belongs to program `((t + 1) * n - 1) // T`. All kernels recompute this from the counts on the device, so no host
 plan exists that could go stale in a CUDA graph.
 
-Tail attention shares its work in the same way. A row's tokens are then those of its closed pages, which `TAIL_PAGE`,
-the page size, selects; rows that keep all their blocks have none.
+A row that leaves blocks out and has a tail has tiles of its tail behind those of its listed tokens: one for each
+`TAIL_TILE` tokens of its closed pages.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ._checks import (
     check_shape,
     check_sizes,
 )
+
 
 PLAN_ROWS = 512
 """Rows whose counts a program loads at once while it looks for its share."""
@@ -121,13 +122,26 @@ def tile_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
 
 
 def tiles_per_row(
-    seq_lens: torch.Tensor, block_counts: torch.Tensor | None, num_kv_heads: int, *, block_size: int, tile: int
+    seq_lens: torch.Tensor,
+    block_counts: torch.Tensor | None,
+    num_kv_heads: int,
+    *,
+    block_size: int,
+    tile: int,
+    page_size: int = 1,
+    tail_tile: int = 0,
 ) -> list[int]:
     """The plan's rows as the kernels see them, computed on the host: for references, tests and benchmarks."""
-    blocks = ((seq_lens.clamp(min=0) + block_size - 1) // block_size)[:, None].expand(-1, num_kv_heads)
+    lengths = seq_lens.clamp(min=0)[:, None]
+    blocks = (-(-lengths // block_size)).expand(-1, num_kv_heads)
+    tail = torch.zeros_like(blocks)
     if block_counts is not None:
-        blocks = torch.minimum(blocks, block_counts.clamp(min=0))
-    return ((blocks * block_size + tile - 1) // tile).flatten().tolist()
+        kept = torch.minimum(blocks, block_counts.clamp(min=0))
+        if tail_tile:
+            closed = lengths // page_size * page_size
+            tail = torch.where(kept < blocks, -(-closed // tail_tile), 0)
+        blocks = kept
+    return (-(-blocks * block_size // tile) + tail).flatten().tolist()
 
 
 def check_attention(
@@ -188,58 +202,34 @@ def check_attention(
 
 
 @triton.jit
-def row_blocks(
+def row_tiles(
     rows,
     num_rows,
     num_kv_heads,
     seq_lens_ptr,
     counts_ptr,
     BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
-    TAIL_PAGE: tl.constexpr = 0,
 ):
-    """Blocks to work on in each row; 0 beyond `num_rows`. A count never exceeds the request's blocks, so that a
-    count left over from an earlier request of a now empty row is harmless."""
+    """Listed blocks of each row, tiles of them, and tiles of the row's tail; all 0 beyond `num_rows`.
+
+    A count never exceeds the request's blocks, so that a count left over from an earlier request of a now empty row is
+    harmless.
+    """
     inside = rows < num_rows
     seq_lens = tl.maximum(tl.load(seq_lens_ptr + rows // num_kv_heads, mask=inside, other=0), 0)
     blocks = (seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
+    tail_tiles = tl.zeros_like(blocks)
     if HAS_LISTS:
         kept = tl.minimum(blocks, tl.maximum(tl.load(counts_ptr + rows, mask=inside, other=0), 0))
-        if TAIL_PAGE:  # noqa: SIM108 - a condition of the compiler's
-            blocks = tl.where(kept < blocks, seq_lens // TAIL_PAGE * (TAIL_PAGE // BLOCK_SIZE), 0)
-        else:
-            blocks = kept
-    return blocks
-
-
-@triton.jit
-def blocks_to_tiles(blocks, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    return (blocks * BLOCK_SIZE + TILE - 1) // TILE
-
-
-@triton.jit
-def tiles_before(
-    row,
-    num_rows,
-    num_kv_heads,
-    seq_lens_ptr,
-    counts_ptr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_LISTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_PAGE: tl.constexpr = 0,
-):
-    """Tiles of the rows before `row`, and of all rows."""
-    before = tl.zeros((), tl.int32)
-    total = tl.zeros((), tl.int32)
-    for first in range(0, num_rows, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        blocks = row_blocks(rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS, TAIL_PAGE)
-        tiles = blocks_to_tiles(blocks, BLOCK_SIZE, TILE)
-        total += tl.sum(tiles)
-        before += tl.sum(tl.where(rows < row, tiles, 0))
-    return before, total
+        if TAIL_TILE:
+            closed = seq_lens // PAGE_SIZE * PAGE_SIZE
+            tail_tiles = tl.where(kept < blocks, (closed + TAIL_TILE - 1) // TAIL_TILE, 0)
+        blocks = kept
+    return blocks, (blocks * BLOCK_SIZE + TILE - 1) // TILE, tail_tiles
 
 
 @triton.jit
@@ -251,17 +241,20 @@ def program_share(
     seq_lens_ptr,
     counts_ptr,
     BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
-    TAIL_PAGE: tl.constexpr = 0,
 ):
     """First and end tile of a program's share, the row that holds the first, and the tiles before that row."""
     total = tl.zeros((), tl.int32)
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        blocks = row_blocks(rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS, TAIL_PAGE)
-        total += tl.sum(blocks_to_tiles(blocks, BLOCK_SIZE, TILE))
+        _, tiles, tail_tiles = row_tiles(
+            rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, TILE, TAIL_TILE, HAS_LISTS
+        )
+        total += tl.sum(tiles + tail_tiles)
     working = tl.minimum(num_programs, total)
     begin = tl.zeros((), tl.int32)
     end = tl.zeros((), tl.int32)
@@ -274,8 +267,10 @@ def program_share(
     seen = tl.zeros((), tl.int32)
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        blocks = row_blocks(rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS, TAIL_PAGE)
-        tiles = blocks_to_tiles(blocks, BLOCK_SIZE, TILE)
+        _, tiles, tail_tiles = row_tiles(
+            rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, TILE, TAIL_TILE, HAS_LISTS
+        )
+        tiles += tail_tiles
         ends = seen + tl.cumsum(tiles, 0)
         # Tiles do not decrease, so the rows that end at or before `begin` are the first ones.
         passed = (ends <= begin) & (rows < num_rows)
@@ -283,3 +278,39 @@ def program_share(
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
         seen += tl.sum(tiles)
     return begin, end, row, before
+
+
+@triton.jit
+def row_parts(
+    row,
+    num_rows,
+    num_programs,
+    num_kv_heads,
+    seq_lens_ptr,
+    counts_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
+    HAS_LISTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Tiles of a row, and the first and last program that work on it; meaningless programs if it has no tiles."""
+    before = tl.zeros((), tl.int32)
+    own = tl.zeros((), tl.int32)
+    total = tl.zeros((), tl.int32)
+    for first in range(0, num_rows, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        _, tiles, tail_tiles = row_tiles(
+            rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, TILE, TAIL_TILE, HAS_LISTS
+        )
+        tiles += tail_tiles
+        total += tl.sum(tiles)
+        before += tl.sum(tl.where(rows < row, tiles, 0))
+        own += tl.sum(tl.where(rows == row, tiles, 0))
+    # The owner of tile t is ((t + 1) * working - 1) // total; an empty batch has total 0.
+    working = tl.minimum(num_programs, total).to(tl.int64)
+    divisor = tl.maximum(total, 1)
+    first_owner = (((before + 1) * working - 1) // divisor).to(tl.int32)
+    last_owner = (((before + own) * working - 1) // divisor).to(tl.int32)
+    return own, first_owner, last_owner

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from . import _threshold_search as threshold_search
+from ._select_single import select_single
 from .selection_tap import TapPoint
 
 SINGLE_LIMIT = 8192
@@ -29,7 +30,7 @@ def _head_statistics(log_mass, blocks_in_row, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _first_guess(target, goal, blocks, BY_COUNT: tl.constexpr):
+def _first_guess(target, blocks, BY_COUNT: tl.constexpr):
     """The first threshold to test: with every share from `(1 - gamma) / blocks` on, gamma is reached."""
     rest = 1.0 / 16 if BY_COUNT else 1.0 - target
     return (rest / (2.0 * blocks.to(tl.float32))).to(tl.int32, bitcast=True)
@@ -45,63 +46,6 @@ def _mark(keys, low, high, ties, surplus, seen):
         kept = (keys >= high) | (tied & (rank <= ties))
         seen += tl.sum(tied.to(tl.int32))
     return kept & (keys >= 0), seen
-
-
-@triton.jit
-def _select_single(
-    log_mass,
-    group_stride,
-    target,
-    goal,
-    blocks_in_row,
-    sink,
-    tail,
-    G: tl.constexpr,
-    EVERY: tl.constexpr,
-    BY_COUNT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Which blocks a row keeps, `[CHUNK]`, for rows of at most CHUNK blocks. Nothing leaves the registers."""
-    blocks = tl.arange(0, CHUNK)
-    inside = blocks < blocks_in_row
-    forced = inside & ((blocks < sink) | (blocks >= tail))
-    kept = forced
-    shares = tl.zeros((CHUNK,), tl.float32)
-    valid = tl.full((), 1, tl.int32)
-    HEADS: tl.constexpr = G if EVERY else 1
-    GROUP: tl.constexpr = 1 if EVERY else G
-    for head in range(HEADS):
-        shares = tl.zeros((CHUNK,), tl.float32)
-        for g in tl.static_range(GROUP):
-            row = tl.load(log_mass + (head + g) * group_stride + blocks, mask=inside, other=float("-inf"))
-            highest = tl.max(row, 0)
-            highest = tl.where(highest == float("-inf"), 0.0, highest)
-            mass = tl.exp(row - highest)
-            total = tl.sum(mass, 0)
-            valid = tl.where(total > 0, valid, 0)
-            # NaN or +inf somewhere makes the total NaN: search among zeros, then keep all.
-            shares += tl.where(total > 0, mass / total, 0.0)
-        patterns = (shares / GROUP).to(tl.int32, bitcast=True)
-        keys = threshold_search.free_keys(patterns, blocks, sink, tail)
-        weights = threshold_search.packed_weights(keys, BY_COUNT)
-        forced_keys = tl.where(forced, patterns, -1)
-        forced_sum = tl.sum(threshold_search.packed_weights(forced_keys, BY_COUNT)) & threshold_search._MASS_MASK
-        low, high, ties, surplus = threshold_search.search(
-            goal - forced_sum,
-            tl.max(keys, 0),
-            _first_guess(target, goal, blocks_in_row, BY_COUNT),
-            keys,
-            weights,
-            log_mass,
-            sink,
-            tail,
-            CHUNK,
-            True,
-            BY_COUNT,
-        )
-        head_kept, _ = _mark(keys, low, high, ties, surplus, tl.zeros((), tl.int32))
-        kept = kept | head_kept
-    return (kept | (valid == 0)) & inside
 
 
 @triton.jit
@@ -155,7 +99,7 @@ def _select_chunked(
         low, high, ties, surplus = threshold_search.search(
             goal - (forced_sum & threshold_search._MASS_MASK),
             highest_key,
-            _first_guess(target, goal, blocks_in_row, BY_COUNT),
+            _first_guess(target, blocks_in_row, BY_COUNT),
             nothing,
             nothing,
             patterns,
@@ -283,13 +227,14 @@ def _select_kernel(
     if (length >= min_context) & (target < limit) & (blocks_in_row > 0):
         goal = threshold_search.goal_of(target, blocks_in_row, BY_COUNT)
         if SINGLE:
-            kept = _select_single(
-                mass, mass_group_stride, target, goal, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
+            guess = _first_guess(target, blocks_in_row, BY_COUNT)
+            kept = select_single(
+                mass, mass_group_stride, goal.to(tl.int32), guess, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
             )
             blocks = tl.arange(0, CHUNK)
             count = _append(lists, count, kept, blocks)
             if kept_mask is not None:
-                tl.store(row_mask + blocks, kept.to(tl.uint8), mask=blocks < blocks_in_row)
+                tl.store(row_mask + blocks, kept.to(tl.int32), mask=blocks < blocks_in_row)
         else:
             valid = _select_chunked(
                 mass, mass_group_stride, patterns, target, goal, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
@@ -301,13 +246,13 @@ def _select_kernel(
                 kept = inside & (flagged | (blocks < sink) | (blocks >= tail) | (valid == 0))
                 count = _append(lists, count, kept, blocks)
                 if kept_mask is not None:
-                    tl.store(row_mask + blocks, kept.to(tl.uint8), mask=inside)
+                    tl.store(row_mask + blocks, kept.to(tl.int32), mask=inside)
     else:
         for start in range(0, blocks_in_row, CHUNK):
             blocks = start + tl.arange(0, CHUNK)
             tl.store(lists + blocks, blocks, mask=blocks < blocks_in_row)
             if kept_mask is not None:
-                tl.store(row_mask + blocks, tl.full((CHUNK,), 1, tl.uint8), mask=blocks < blocks_in_row)
+                tl.store(row_mask + blocks, tl.full((CHUNK,), 1, tl.int32), mask=blocks < blocks_in_row)
         count = blocks_in_row
     tl.store(block_counts + b * counts_batch_stride + h * counts_head_stride, count)
     if kept_total is not None:

@@ -1,7 +1,7 @@
 """The smallest set of blocks whose weights reach a goal, without a sort: bisection over the bit patterns of the shares.
 
 Shares are non-negative fp32, so their int32 patterns have the same order: these are the keys, -1 for blocks that take
-no part (forced blocks and those beyond the row). A weight is the share in units of 2**-40, or 1 when blocks are
+no part (forced blocks and those beyond the row). A weight is the share in units of 2**-30, or 1 when blocks are
 counted, packed below a count of 1 at bit 44: one integer sum gives the mass and the number of the blocks above a
 threshold, exactly and in any order.
 """

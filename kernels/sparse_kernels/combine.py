@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import _attention_plan as plan
-from ._attention_plan import AttentionWorkspace, blocks_to_tiles, row_blocks, tiles_before
+from ._attention_plan import AttentionWorkspace
 from ._checks import KV_DTYPES, check_contiguous, check_dtype, check_inner_contiguous, check_rows, check_shape
 from ._dispatch import use_triton
 
@@ -27,6 +27,8 @@ def combine_reference(
     *,
     block_size: int,
     tile: int,
+    page_size: int = 1,
+    tail_tile: int = 0,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
 ) -> None:
@@ -35,7 +37,8 @@ def combine_reference(
     group = workspace.partial_max.shape[1]
     num_kv_heads = num_q_heads // group
     counts = None if block_counts is None else block_counts[:batch]
-    tiles = plan.tiles_per_row(seq_lens[:batch], counts, num_kv_heads, block_size=block_size, tile=tile)
+    sizes = {"block_size": block_size, "tile": tile, "page_size": page_size, "tail_tile": tail_tile}
+    tiles = plan.tiles_per_row(seq_lens[:batch], counts, num_kv_heads, **sizes)
     total = sum(tiles)
     working = min(workspace.num_programs, total)
     before = 0
@@ -59,34 +62,6 @@ def combine_reference(
         target.copy_((weights[:, :, None] * workspace.partial_out[slots]).sum(0) / weight_sum[:, None])
         if lse is not None:
             lse[b, h * group : (h + 1) * group] = (highest.amax(0) + weight_sum.log2()) / LOG2_E
-
-
-@triton.jit
-def row_parts(
-    row,
-    num_rows,
-    num_programs,
-    num_kv_heads,
-    seq_lens_ptr,
-    counts_ptr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_LISTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_PAGE: tl.constexpr = 0,
-):
-    """Tiles of a row, and the first and last program that work on it; meaningless programs if it has no tiles."""
-    before, total = tiles_before(
-        row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, TILE, HAS_LISTS, ROWS, TAIL_PAGE
-    )
-    blocks = row_blocks(row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS, TAIL_PAGE)
-    tiles = blocks_to_tiles(blocks, BLOCK_SIZE, TILE)
-    # The owner of tile t is ((t + 1) * working - 1) // total; an empty batch has total 0.
-    working = tl.minimum(num_programs, total).to(tl.int64)
-    divisor = tl.maximum(total, 1)
-    first = (((before + 1) * working - 1) // divisor).to(tl.int32)
-    last = (((before + tiles) * working - 1) // divisor).to(tl.int32)
-    return tiles, first, last
 
 
 @triton.jit
@@ -145,7 +120,9 @@ def _combine_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -155,8 +132,19 @@ def _combine_kernel(
     g = tl.program_id(1) % GROUP
     channels = (tl.program_id(1) // GROUP) * CHANNELS + tl.arange(0, CHANNELS)
     in_head = channels < HEAD_DIM
-    tiles, first, last = row_parts(
-        row, num_rows, num_programs, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, TILE, HAS_LISTS, ROWS
+    tiles, first, last = plan.row_parts(
+        row,
+        num_rows,
+        num_programs,
+        num_kv_heads,
+        seq_lens_ptr,
+        counts_ptr,
+        BLOCK_SIZE,
+        PAGE_SIZE,
+        TILE,
+        TAIL_TILE,
+        HAS_LISTS,
+        ROWS,
     )
     shared = (tiles > 0) & (first < last)
 
@@ -198,6 +186,8 @@ def combine(
     *,
     block_size: int,
     tile: int,
+    page_size: int = 1,
+    tail_tile: int = 0,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     impl: str = "auto",
@@ -214,9 +204,11 @@ def combine(
         block_counts: `[>=B, Hkv]` int32, contiguous; None if all blocks were attended to.
         block_size: tokens of a block.
         tile: listed tokens of a tile, `tile_config(...).tile`.
+        page_size: tokens of a page; matters if there is a tail.
+        tail_tile: tokens that a tile of the tail stands for; 0 if there is no tail.
         out: `[B, Hq, D]`, fp16, bf16 or fp32, last dimension contiguous.
-        lse: `[B, Hq]` fp32, contiguous; gets the log-sum-exp (natural) of the scores of the same rows, -inf for empty
-            ones; optional.
+        lse: `[B, Hq]` fp32, contiguous; gets the log-sum-exp (natural) of the scores of the same rows, tail included,
+            -inf for empty ones; optional.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -243,7 +235,8 @@ def combine(
         check_dtype("lse", lse, torch.float32)
         check_contiguous("lse", lse)
     if not use_triton(impl, out):
-        combine_reference(workspace, seq_lens, block_counts, block_size=block_size, tile=tile, out=out, lse=lse)
+        sizes = {"block_size": block_size, "tile": tile, "page_size": page_size, "tail_tile": tail_tile}
+        combine_reference(workspace, seq_lens, block_counts, **sizes, out=out, lse=lse)
         return
     if batch == 0:
         return
@@ -264,7 +257,9 @@ def combine(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        PAGE_SIZE=page_size,
         TILE=tile,
+        TAIL_TILE=tail_tile,
         HAS_LISTS=block_counts is not None,
         ROWS=plan.PLAN_ROWS,
         PARTS=PARTS,

@@ -112,7 +112,7 @@ def coverage_rule(
 
     A head's share of block j is `exp(log_mass[g, j] - logsumexp_j log_mass[g, :])`. Group `average` adds blocks by
     falling mean share of the group (ties: lower index) until the sum, forced blocks included, is at least gamma. Group
-    `every` does so for each query head alone and keeps the union. Shares are summed as integers in units of 2**-40.
+    `every` does so for each query head alone and keeps the union. Shares are summed as integers in units of 2**-30.
 
     All blocks are kept where `seq_len < min_context`, where `gamma >= 1` (or is NaN), where rounding keeps the sum of
     all blocks below gamma, and where `log_mass` holds NaN or +inf. A row that is not empty keeps at least one block.
@@ -132,7 +132,7 @@ def coverage_rule(
         block_counts: `[B, Hkv]` int32, output: lengths of the lists.
         scratch: `[B, Hkv, N]` fp32; its content on return is undefined.
         kept_total: `[Hkv]` int64, increased by the counts; optional.
-        kept_mask: `[B, Hkv, N]` uint8, output: 1 for the blocks of a row that are listed, 0 for its others; optional.
+        kept_mask: `[B, Hkv, N]` int32, output: 1 for the blocks of a row that are listed, 0 for its others; optional.
         tap: gets a copy of one request's lists, counts and queries if its target names this call; optional.
         impl: `auto`, `triton` or `torch`.
 

@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 
 from . import _attention_plan as plan
-from ._attention_plan import AttentionWorkspace, blocks_to_tiles, check_attention, program_share, row_blocks
+from . import attention_tail
+from ._attention_plan import AttentionWorkspace, check_attention
 from ._dispatch import use_triton
+
+from .attention_tail import AttentionTail, add_tail_reference
 from .combine import LN_2, LOG2_E, combine
 
-__all__ = ["AttentionWorkspace", "sparse_attention", "sparse_attention_reference"]
+__all__ = ["AttentionTail", "AttentionWorkspace", "sparse_attention", "sparse_attention_reference"]
 
 
 def sparse_attention_reference(
@@ -28,6 +31,7 @@ def sparse_attention_reference(
     block_size: int,
     out: torch.Tensor,
     workspace: AttentionWorkspace | None = None,
+    tail: AttentionTail | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
     """`sparse_attention` in plain torch; `workspace` is not used.
@@ -40,6 +44,8 @@ def sparse_attention_reference(
     num_kv_heads = k_pool.shape[1]
     group = num_q_heads // num_kv_heads
     counts = None if block_counts is None else block_counts[:batch].tolist()
+    if lse is None and tail is not None:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if lse is not None:
         lse.fill_(float("-inf"))
     for b, seq_len in enumerate(seq_lens[:batch].tolist()):
@@ -86,6 +92,10 @@ def sparse_attention_reference(
         out[b].copy_(attended.view(num_q_heads, head_dim))
         if lse is not None:
             lse[b] = scores.logsumexp(-1).flatten()
+    if tail is not None:
+        assert block_counts is not None and lse is not None
+        sizes = {"page_size": page_size, "block_size": block_size}
+        add_tail_reference(tail, page_table, seq_lens, block_counts, **sizes, out=out, lse=lse)
 
 
 @triton.jit
@@ -116,6 +126,9 @@ def _sparse_attention_kernel(
     partial_max_ptr,
     partial_sum_ptr,
     lse_ptr,
+    mass_ptr,
+    kept_ptr,
+    means_ptr,
     scale_log2,
     q_stride_b,
     q_stride_h,
@@ -128,6 +141,11 @@ def _sparse_attention_kernel(
     lists_stride_h,
     out_stride_b,
     out_stride_h,
+    mass_stride_b,
+    mass_stride_h,
+    mass_stride_g,
+    kept_stride_b,
+    kept_stride_h,
     num_rows,
     num_programs,
     num_kv_heads,
@@ -137,12 +155,26 @@ def _sparse_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
+    CELLS_PER_PAGE: tl.constexpr,
+    TILE_CELLS: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    cursor, end, row, before = program_share(
-        program, num_programs, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, TILE, HAS_LISTS, ROWS
+    cursor, end, row, before = plan.program_share(
+        program,
+        num_programs,
+        num_rows,
+        num_kv_heads,
+        seq_lens_ptr,
+        counts_ptr,
+        BLOCK_SIZE,
+        PAGE_SIZE,
+        TILE,
+        TAIL_TILE,
+        HAS_LISTS,
+        ROWS,
     )
     queries = tl.arange(0, 16)
     channels = tl.arange(0, HEAD_DIM_PAD)
@@ -151,8 +183,10 @@ def _sparse_attention_kernel(
     q_mask = (queries < GROUP)[:, None] & in_head[None, :]
 
     while cursor < end:
-        blocks = row_blocks(row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, HAS_LISTS)
-        tiles = blocks_to_tiles(blocks, BLOCK_SIZE, TILE)
+        blocks, list_tiles, tail_tiles = plan.row_tiles(
+            row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, TILE, TAIL_TILE, HAS_LISTS
+        )
+        tiles = list_tiles + tail_tiles
         first_tile = cursor - before
         stop_tile = tl.minimum(end - before, tiles)
         if first_tile < stop_tile:
@@ -169,7 +203,8 @@ def _sparse_attention_kernel(
                 list_ptr = lists_ptr + b * lists_stride_b + h * lists_stride_h
             k_head_ptr = k_ptr + h * k_stride_h
             v_head_ptr = v_ptr + h * v_stride_h
-            limit = tl.minimum(stop_tile * TILE, blocks * BLOCK_SIZE)
+            stop_list = tl.minimum(stop_tile, list_tiles)
+            limit = tl.minimum(stop_list * TILE, blocks * BLOCK_SIZE)
 
             highest = tl.full((16,), float("-inf"), tl.float32)
             weight_sum = tl.zeros((16,), tl.float32)
@@ -181,7 +216,7 @@ def _sparse_attention_kernel(
             blocks_next = _load_blocks(list_ptr, listed + TILE, limit, BLOCK_SIZE, HAS_LISTS)
             tokens = blocks_now * BLOCK_SIZE + listed % BLOCK_SIZE
             pages = _load_pages(page_row_ptr, tokens, listed, limit, seq_len, PAGE_SIZE)
-            for tile in range(first_tile, stop_tile):
+            for tile in range(first_tile, stop_list):
                 listed = tile * TILE + tile_tokens
                 valid = (listed < limit) & (tokens < seq_len)
                 slots = pages.to(tl.int64) * PAGE_SIZE + tokens % PAGE_SIZE
@@ -204,6 +239,30 @@ def _sparse_attention_kernel(
                 acc = acc * decay[:, None]
                 acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
                 highest = new_highest
+
+            if TAIL_TILE:  # noqa: SIM102 - a condition of the compiler's
+                if stop_tile > list_tiles:
+                    highest, weight_sum, acc = attention_tail.add_tiles(
+                        highest,
+                        weight_sum,
+                        acc,
+                        tl.maximum(first_tile - list_tiles, 0),
+                        stop_tile - list_tiles,
+                        seq_len // PAGE_SIZE,
+                        h,
+                        num_kv_heads,
+                        mass_ptr + b * mass_stride_b + h * mass_stride_h,
+                        mass_stride_g,
+                        kept_ptr + b * kept_stride_b + h * kept_stride_h,
+                        means_ptr,
+                        page_row_ptr,
+                        GROUP,
+                        HEAD_DIM,
+                        PAGE_SIZE,
+                        BLOCK_SIZE,
+                        CELLS_PER_PAGE,
+                        TILE_CELLS,
+                    )
 
             if (first_tile == 0) & (stop_tile == tiles):
                 result = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
@@ -241,6 +300,7 @@ def sparse_attention(
     block_size: int,
     out: torch.Tensor,
     workspace: AttentionWorkspace | None,
+    tail: AttentionTail | None = None,
     lse: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
@@ -264,8 +324,9 @@ def sparse_attention(
         block_size: tokens of a block: 8, 16, 32 or 64; divides `page_size`.
         out: `[B, Hq, D]` in q's dtype, last dimension contiguous; written completely.
         workspace: see `AttentionWorkspace.create`; may be None where the torch reference runs.
+        tail: what stands for the blocks that are not listed, see `AttentionTail`; None drops them. Needs lists.
         lse: `[B, Hq]` fp32, contiguous, output: log of the sum over the row's listed tokens of `exp(scale * q . k)`,
-            -inf for empty rows; optional.
+            and of the masses of its tail; -inf for empty rows; optional.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -274,6 +335,10 @@ def sparse_attention(
     check_attention(
         q, k_pool, v_pool, page_table, seq_lens, block_lists, block_counts, page_size, block_size, out, workspace, lse
     )
+    if tail is not None:
+        if block_lists is None:
+            raise ValueError("tail is given without block_lists: there is nothing that it could stand for")
+        tail.check(out, k_pool.shape[1], page_size, block_size)
     if not use_triton(impl, q):
         sparse_attention_reference(
             q,
@@ -288,6 +353,7 @@ def sparse_attention(
             block_size=block_size,
             out=out,
             workspace=workspace,
+            tail=tail,
             lse=lse,
         )
         return
@@ -298,6 +364,9 @@ def sparse_attention(
         return
     num_kv_heads = k_pool.shape[1]
     config = plan.tile_config(head_dim, k_pool.dtype)
+    tail_tile = 0 if tail is None else tail.tile_tokens(page_size)
+    tail_tensors = (None, None, None) if tail is None else (tail.log_mass, tail.kept_mask, tail.value_means)
+    tail_strides = (0,) * 5 if tail is None else (*tail.log_mass.stride()[:3], *tail.kept_mask.stride()[:2])
     _sparse_attention_kernel[(workspace.num_programs,)](
         q,
         k_pool,
@@ -311,6 +380,7 @@ def sparse_attention(
         workspace.partial_max,
         workspace.partial_sum,
         lse,
+        *tail_tensors,
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -322,6 +392,7 @@ def sparse_attention(
         *((0, 0) if block_lists is None else block_lists.stride()[:2]),
         out.stride(0),
         out.stride(1),
+        *tail_strides,
         batch * num_kv_heads,
         workspace.num_programs,
         num_kv_heads,
@@ -331,9 +402,23 @@ def sparse_attention(
         PAGE_SIZE=page_size,
         BLOCK_SIZE=block_size,
         TILE=config.tile,
+        TAIL_TILE=tail_tile,
+        CELLS_PER_PAGE=1 if tail is None else tail.value_means.shape[2],
+        TILE_CELLS=attention_tail.TILE_CELLS,
         HAS_LISTS=block_lists is not None,
         ROWS=plan.PLAN_ROWS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    combine(workspace, seq_lens, block_counts, block_size=block_size, tile=config.tile, out=out, lse=lse, impl="triton")
+    combine(
+        workspace,
+        seq_lens,
+        block_counts,
+        block_size=block_size,
+        tile=config.tile,
+        page_size=page_size,
+        tail_tile=tail_tile,
+        out=out,
+        lse=lse,
+        impl="triton",
+    )

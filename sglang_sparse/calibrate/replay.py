@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sparse_kernels import AttentionWorkspace, sparse_attention
+from sparse_kernels import AttentionTail, AttentionWorkspace, sparse_attention
 
 from sglang_sparse.calibrate.candidates import ScreenedEstimator, block_log_mass, token_scores
 from sglang_sparse.calibrate.model import load_model
@@ -221,8 +221,7 @@ class _ForcedStep:
         self._scratch = torch.empty(shape, device=device)
         self._lists = torch.empty(shape, dtype=torch.int32, device=device)
         self._counts = torch.empty(shape[:2], dtype=torch.int32, device=device)
-        self._kept_mask = torch.empty(shape, dtype=torch.uint8, device=device)
-        self._lse = torch.empty((tokens, g.query_heads), device=device)
+        self._kept_mask = torch.empty(shape, dtype=torch.int32, device=device)
         self._tail = MeanTail(g) if setting.uses_served_tail else None
         self._kept_total = torch.zeros(g.kv_heads, dtype=torch.int64, device=device)
         self._row_blocks = -(-self._seq_lens // g.block_size)
@@ -252,6 +251,11 @@ class _ForcedStep:
             lists, counts = self._lists, self._counts
             self._kept_blocks[layer] = counts.double()
         out = torch.empty_like(q)
+        given = None
+        if tail:
+            means = tail.allocate(self._pool_pages, q.device)
+            tail.update(v_pool, self._closed_pages, means)
+            given = AttentionTail(self._log_mass, self._kept_mask, means)
         sparse_attention(
             q,
             k_pool,
@@ -265,22 +269,8 @@ class _ForcedStep:
             block_size=g.block_size,
             out=out,
             workspace=self._workspace,
-            lse=self._lse if tail else None,
+            tail=given,
         )
-        if tail:
-            means = tail.allocate(self._pool_pages, q.device)
-            tail.update(v_pool, self._closed_pages, means)
-            tail.add(
-                self._log_mass,
-                self._seq_lens,
-                self._counts,
-                self._kept_mask,
-                means,
-                self._page_table,
-                self._lse,
-                out=out,
-                workspace=self._workspace,
-            )
         computes_tail = self._setting.tail_tokens > 0 and not tail
         if lists is None:
             self._coverage[layer] = 1.0

@@ -151,7 +151,7 @@ def run_rule(
     batch, kv_heads, _, capacity = log_mass.shape
     lists = poisoned(batch, kv_heads, capacity, dtype=torch.int32)
     counts = poisoned(batch, kv_heads, dtype=torch.int32)
-    kept_mask = poisoned(batch, kv_heads, capacity, dtype=torch.uint8)
+    kept_mask = poisoned(batch, kv_heads, capacity, dtype=torch.int32)
     limits = (_select.SINGLE_LIMIT, _select.CHUNK)
     if path == "chunked":
         _select.SINGLE_LIMIT, _select.CHUNK = 1, 32
@@ -187,7 +187,7 @@ def run_rule(
             row = lists[b, h, :count].tolist()
             blocks = case.blocks(b)
             assert kept_mask[b, h, :blocks].tolist() == mask_of(row, blocks).int().tolist(), "the mask is not the list"
-            assert (kept_mask[b, h, blocks:] == 0xA5).all(), "the mask beyond the row was written"
+            assert (kept_mask[b, h, blocks:] == poison).all(), "the mask beyond the row was written"
             assert row == sorted(set(row)), "not ascending and unique"
             assert all(0 <= j < case.blocks(b) for j in row), "outside the row"
             assert set(case.forced(b).nonzero().flatten().tolist()) <= set(row), "a forced block is missing"

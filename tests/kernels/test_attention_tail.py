@@ -100,7 +100,7 @@ def make_tail_case(
     rng = torch.Generator().manual_seed(seed + 1)
     rows = (paged.batch, paged.num_kv_heads)
     log_mass = torch.full((*rows, paged.group_size, paged.capacity), float("nan"))
-    mask = torch.full((*rows, paged.capacity), 0xA5, dtype=torch.uint8)
+    mask = torch.full((*rows, paged.capacity), -1515870811, dtype=torch.int32)
     counts = torch.full(rows, 10**6, dtype=torch.int32)
     for b, length in enumerate(lengths):
         n = paged.blocks(b)
@@ -114,7 +114,7 @@ def make_tail_case(
                 masses = torch.randn(paged.group_size, closed, generator=rng) * spread
                 masses[torch.rand(masses.shape, generator=rng) < infinite] = float("-inf")
                 log_mass[b, h, :, :closed] = masses
-                mask[b, h, :n] = chosen.to(torch.uint8)
+                mask[b, h, :n] = chosen.to(torch.int32)
             counts[b, h] = int(chosen.sum())
     shape_of_means = (paged.num_pages, paged.num_kv_heads, cells, paged.head_dim)
     means = poisoned(*shape_of_means, dtype=paged.q.dtype)
@@ -273,7 +273,7 @@ def test_exact_masses_and_constant_values_give_dense_attention(impl):
                 scores[b, h, head % 2, j] = row[j * 8 : j * 8 + 8].logsumexp(0)
     lists = poisoned(4, 2, case.capacity, dtype=torch.int32)
     counts = poisoned(4, 2, dtype=torch.int32)
-    kept = poisoned(4, 2, case.capacity, dtype=torch.uint8)
+    kept = poisoned(4, 2, case.capacity, dtype=torch.int32)
     sizes = {"page_size": 32, "block_size": 8}
     coverage_rule(
         scores,

@@ -1,0 +1,216 @@
+"""Which blocks a row keeps, for rows short enough for the registers of one program.
+
+The search is that of `_threshold_search`: the smallest set of blocks whose weights reach a goal, by narrowing an
+interval of the bit patterns of the shares. A row's time is that of its passes over the blocks and of their reductions,
+so each pass tests two thresholds, interpolated where that helps, and heads share the reductions of their softmax.
+"""
+
+import triton
+import triton.language as tl
+
+from . import _score_tile as score_tile
+from ._dispatch import INTERPRETED
+from ._selection import MASS_BITS
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_MASS_UNIT = tl.constexpr(float(2**MASS_BITS))
+_LOG2_E = score_tile.LOG2_E
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add_quads(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def _max_quads(a0, a1, a2, a3, b0, b1, b2, b3):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1), tl.maximum(a2, b2), tl.maximum(a3, b3)
+
+
+@triton.jit
+def _sum2(x0, x1):
+    """Sums of two tensors. The interpreter reduces tuples element by element."""
+    if _INTERPRETED:
+        return tl.sum(x0, 0), tl.sum(x1, 0)
+    else:
+        return tl.reduce((x0, x1), 0, _add_pairs)
+
+
+@triton.jit
+def _sum4(x0, x1, x2, x3):
+    if _INTERPRETED:
+        return tl.sum(x0, 0), tl.sum(x1, 0), tl.sum(x2, 0), tl.sum(x3, 0)
+    else:
+        return tl.reduce((x0, x1, x2, x3), 0, _add_quads)
+
+
+@triton.jit
+def _max4(x0, x1, x2, x3):
+    if _INTERPRETED:
+        return tl.max(x0, 0), tl.max(x1, 0), tl.max(x2, 0), tl.max(x3, 0)
+    else:
+        return tl.reduce((x0, x1, x2, x3), 0, _max_quads)
+
+
+@triton.jit
+def _load(log_mass, group_stride, head, blocks, inside, G: tl.constexpr):
+    return tl.load(log_mass + head * group_stride + blocks, mask=inside & (head < G), other=float("-inf"))
+
+
+@triton.jit
+def _mass(row, highest):
+    """`exp(row - highest)`; a row without any mass is not shifted."""
+    return score_tile.exp2(row * _LOG2_E - tl.where(highest == float("-inf"), 0.0, highest * _LOG2_E))
+
+
+@triton.jit
+def _factor(total, head, G: tl.constexpr):
+    """What turns masses into parts of the group's mean share; and whether the head has shares at all."""
+    present = head < G
+    return tl.where(present, 1.0 / (total * G), 0.0), (total > 0) | (not present)
+
+
+@triton.jit
+def mean_shares(log_mass, group_stride, blocks, inside, G: tl.constexpr, CHUNK: tl.constexpr):
+    """Mean share of each block over the group's heads, `[CHUNK]`; False where some head has no shares, because there is
+    NaN or +inf, or nothing but -inf. The shares are zeros then."""
+    shares = tl.zeros((CHUNK,), tl.float32)
+    valid = tl.full((), 1, tl.int1)
+    if G == 1:
+        row = _load(log_mass, group_stride, 0, blocks, inside, G)
+        mass = _mass(row, tl.max(row, 0))
+        factor, valid = _factor(tl.sum(mass, 0), 0, G)
+        shares = mass * factor
+    else:
+        for head in tl.static_range(0, G, 4):
+            row0 = _load(log_mass, group_stride, head, blocks, inside, G)
+            row1 = _load(log_mass, group_stride, head + 1, blocks, inside, G)
+            row2 = _load(log_mass, group_stride, head + 2, blocks, inside, G)
+            row3 = _load(log_mass, group_stride, head + 3, blocks, inside, G)
+            max0, max1, max2, max3 = _max4(row0, row1, row2, row3)
+            row0 = _mass(row0, max0)
+            row1 = _mass(row1, max1)
+            row2 = _mass(row2, max2)
+            row3 = _mass(row3, max3)
+            sum0, sum1, sum2, sum3 = _sum4(row0, row1, row2, row3)
+            factor0, valid0 = _factor(sum0, head, G)
+            factor1, valid1 = _factor(sum1, head + 1, G)
+            factor2, valid2 = _factor(sum2, head + 2, G)
+            factor3, valid3 = _factor(sum3, head + 3, G)
+            shares += row0 * factor0 + row1 * factor1 + (row2 * factor2 + row3 * factor3)
+            valid = valid & valid0 & valid1 & valid2 & valid3
+    return tl.where(valid, shares, 0.0), valid
+
+
+@triton.jit
+def _reached(keys, weights, first, second, BY_COUNT: tl.constexpr):
+    """Sum of the weights of keys at or above each of two thresholds, and their number: sum, number, sum, number."""
+    taken0, taken1 = keys >= first, keys >= second
+    if BY_COUNT:
+        count0, count1 = _sum2(taken0.to(tl.int32), taken1.to(tl.int32))
+        return count0, count0, count1, count1
+    else:
+        return _sum4(
+            tl.where(taken0, weights, 0), taken0.to(tl.int32), tl.where(taken1, weights, 0), taken1.to(tl.int32)
+        )
+
+
+@triton.jit
+def _two_between(low, high, low_sum, high_sum, count, missing):
+    """Two thresholds inside `(low, high)`, of which the goal is hoped to lie between.
+
+    Over more than an octave they are the bracket's thirds. In less, shares are spread about evenly, and the goal's
+    place follows from the sums at both ends, off by about the square root of the number of blocks.
+    """
+    span = (high - low).to(tl.float32)
+    wide = high - low > (1 << 23)
+    place = (low_sum - missing).to(tl.float32) / tl.maximum(low_sum - high_sum, 1).to(tl.float32)
+    place = tl.where(wide, 0.5, place)
+    reach = tl.where(wide, 1.0 / 6, tl.minimum(1.0 / 6, 1.0 / tl.sqrt(count.to(tl.float32))))
+    first = low + (span * tl.maximum(place - reach, 0.0)).to(tl.int32)
+    second = low + (span * tl.minimum(place + reach, 1.0)).to(tl.int32)
+    first = tl.minimum(tl.maximum(first, low + 1), high - 1)
+    return first, tl.minimum(tl.maximum(second, first), high - 1)
+
+
+@triton.jit
+def smallest_set(shares, forced, free, goal, guess, BY_COUNT: tl.constexpr):
+    """The free blocks that a row keeps, `[CHUNK]`: the fewest of largest share, the lower index first among equals,
+    whose weights reach `goal` together with those of the forced blocks; all if they do not.
+
+    `forced` and `free` are the two kinds of blocks of the row; `guess` is the first threshold to test, of which a good
+    one saves steps.
+    """
+    patterns = shares.to(tl.int32, bitcast=True)
+    keys = tl.where(free, patterns, -1)
+    if BY_COUNT:
+        weights = tl.full(patterns.shape, 1, tl.int32)
+    else:
+        weights = (shares * _MASS_UNIT).to(tl.int32)
+    forced_sum, low_sum = _sum2(tl.where(forced, weights, 0), tl.where(free, weights, 0))
+    missing = goal - forced_sum
+    highest, low_count = tl.max(keys, 0), tl.sum(free.to(tl.int32), 0)
+    low = tl.zeros((), tl.int32)
+    high = highest + 1
+    high_sum = tl.zeros((), tl.int32)
+    high_count = tl.zeros((), tl.int32)
+    searching = (missing > 0) & (low_sum >= missing)
+    first = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+    second = first + (high - first) // 2
+    # Invariant while searching: the weights from `low` reach `missing`, those from `high` do not.
+    while searching & (high - low > 1) & (low_count - high_count > 1):
+        first_sum, first_count, second_sum, second_count = _reached(keys, weights, first, second, BY_COUNT)
+        above_first, above_second = first_sum >= missing, second_sum >= missing
+        if above_second:
+            low, low_sum, low_count = second, second_sum, second_count
+        elif above_first:
+            low, low_sum, low_count = first, first_sum, first_count
+            high, high_sum, high_count = second, second_sum, second_count
+        else:
+            high, high_sum, high_count = first, first_sum, first_count
+        first, second = _two_between(low, high, low_sum, high_sum, low_count - high_count, missing)
+    # The keys in [low, high) are equal, or one: as many of them as it takes.
+    equal = low_count - high_count
+    each = tl.maximum((low_sum - high_sum) // tl.maximum(equal, 1), 1)
+    ties = (missing - high_sum + each - 1) // each
+    kept = free & (missing > 0) & (keys >= low)
+    if searching & (equal > ties):
+        tied = kept & (keys < high)
+        kept = (kept & (keys >= high)) | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= ties))
+    return kept
+
+
+@triton.jit
+def select_single(
+    log_mass,
+    group_stride,
+    goal,
+    guess,
+    blocks_in_row,
+    sink,
+    tail,
+    G: tl.constexpr,
+    EVERY: tl.constexpr,
+    BY_COUNT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Which blocks a row keeps, `[CHUNK]`, for rows of at most CHUNK blocks; `[sink, tail)` are the free ones."""
+    blocks = tl.arange(0, CHUNK)
+    inside = blocks < blocks_in_row
+    free = (blocks >= sink) & (blocks < tail)
+    forced = inside & ((blocks < sink) | (blocks >= tail))
+    if EVERY:
+        kept = forced
+        for head in range(G):
+            shares, valid = mean_shares(log_mass + head * group_stride, group_stride, blocks, inside, 1, CHUNK)
+            kept = kept | smallest_set(shares, forced, free, goal, guess, BY_COUNT) | (inside & (not valid))
+        return kept
+    else:
+        shares, valid = mean_shares(log_mass, group_stride, blocks, inside, G, CHUNK)
+        kept = smallest_set(shares, forced, free, goal, guess, BY_COUNT)
+        return kept | forced | (inside & (not valid))
