@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from sglang_sparse.calibrate import measure, search
 from sglang_sparse.calibrate.__main__ import main
 from sglang_sparse.calibrate.report import COLUMNS
-from sglang_sparse.options import ModelShape, merge
+from sglang_sparse.option_sources import merge
+from sglang_sparse.options import ModelShape
 
 
 def run(folder: Path, *arguments: object) -> int:
@@ -75,7 +76,7 @@ def test_calibration_holds_the_target_and_writes_a_config(
     assert len(tried) > 20
     options = merge({"config": str(config)})
     options.check_shape(ModelShape("LlamaForCausalLM", 2, 2, 64))
-    options.check_layers(2)
+    options.check_layers(2, 2)
     assert "at batch 64" in capsys.readouterr().out
 
 
