@@ -119,7 +119,7 @@ def test_the_audit_measures_the_true_coverage(changes: dict) -> None:
     assert missed > 0.02, "every block was kept: nothing was measured"
 
 
-@pytest.mark.parametrize(("asked", "warns"), [({}, False), ({"thumbnail_bits": 2, "estimator": "minmax"}, True)])
+@pytest.mark.parametrize(("asked", "warns"), [({}, False), ({"estimator": "minmax"}, True)])
 def test_coverage_is_compared_with_what_the_heads_of_a_layer_ask_for(
     asked: dict, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
