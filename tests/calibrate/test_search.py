@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
 
 from sglang_sparse.calibrate import search
+from sglang_sparse.calibrate.calibration import confirm
 from sglang_sparse.calibrate.head_search import by_head
 from sglang_sparse.calibrate.measure import Result
 from sglang_sparse.calibrate.settings import Setting
@@ -172,6 +174,22 @@ def test_raising_ends_at_everything() -> None:
     assert heads is not None
     assert heads.options.gamma_by_head == ((0.92, 1.0), (1.0, 0.6))
     assert search.raised(search.changed(BASE, gamma_by_head=((1.0, 1.0),))) is None
+
+
+def test_what_held_out_prompts_ask_for_is_raised_until_it_holds() -> None:
+    measure = Model()
+
+    def check(settings: Sequence[Setting]) -> list[Result]:
+        return [dataclasses.replace(result, kl_mean=4 * result.kl_mean) for result in Model()(settings)]
+
+    by_head = ((0.9, 0.8), (0.99, 0.9), (0.9, 0.9), (0.9, 0.9))
+    (start,) = measure([search.changed(BASE, gamma_by_head=by_head)])
+    best, confirmed, raises = confirm(measure, check, start, start.kl_mean)
+    assert raises == 3
+    assert best.setting == confirmed.setting == measure.measured[-1]
+    assert best.setting.options.gamma_by_head[0] == (0.95, 0.9)
+    assert confirmed.kl_mean <= start.kl_mean < 4 * measure.result(measure.measured[-2]).kl_mean
+    assert confirm(measure, measure, start, start.kl_mean) == (start, start, 0)
 
 
 def test_a_config_gives_the_measured_options_back() -> None:
