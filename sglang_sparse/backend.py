@@ -37,7 +37,7 @@ class SparseDecodeBackend(AttentionBackend):
         pool = model_runner.token_to_kv_pool
         sglang_compat.check_pool(pool)
         options.check_page_size(pool.page_size)
-        options.check_layers(len(layers))
+        options.check_layers(len(layers), layers[0].tp_k_head_num)
         geometry = Geometry(
             kv_heads=layers[0].tp_k_head_num,
             group_size=layers[0].tp_q_head_num // layers[0].tp_k_head_num,

@@ -15,7 +15,7 @@ class DecodeBuffers:
     Args:
         max_requests: largest batch.
         max_pages: pages of the longest request.
-        thresholds: what the selection rule asks for in each layer.
+        thresholds: what the selection rule asks for in each layer and KV head.
         selects: False if no layer selects, so that masses and lists are never written.
         has_tail: whether the blocks that are not read are answered, which takes their mask.
     """
@@ -26,7 +26,7 @@ class DecodeBuffers:
         *,
         max_requests: int,
         max_pages: int,
-        thresholds: list[float],
+        thresholds: list[list[float]],
         selects: bool,
         has_tail: bool,
         device: torch.device | str,
@@ -36,9 +36,9 @@ class DecodeBuffers:
         self.page_table = torch.zeros((max_requests, max_pages), dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.closing_pages = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
-        by_layer = torch.tensor(thresholds, dtype=torch.float32, device=device)
-        self.thresholds = by_layer[:, None].expand(-1, max_requests).contiguous()
-        """`[layers, max_requests]`."""
+        by_head = torch.tensor(thresholds, dtype=torch.float32, device=device)
+        self.thresholds = by_head[:, None].expand(-1, max_requests, -1).contiguous()
+        """`[layers, max_requests, Hkv]`."""
 
         self.turn = requests_per_turn(geometry, max_pages, max_requests, has_tail)
         rows = (self.turn if selects else 0, geometry.kv_heads)

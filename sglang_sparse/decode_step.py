@@ -51,7 +51,7 @@ class DecodeStep:
             geometry,
             max_requests=max_requests,
             max_pages=max_pages,
-            thresholds=[self.rule.threshold(layer) for layer in range(layers)],
+            thresholds=[self.rule.thresholds(layer) for layer in range(layers)],
             selects=bool(self.sparse_layers),
             has_tail=self.tail is not None,
             device=device,

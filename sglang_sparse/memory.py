@@ -72,7 +72,8 @@ def reserve(
     summary_bytes = make_estimator(options, geometry).summary_bytes() + (tail.summary_bytes() if tail else 0)
     share = summary_bytes * sparse_layers / (geometry.kv_bytes * layers)
     turn = requests_per_turn(geometry, max_pages, max_requests, tail is not None)
-    reserved = turn * step_bytes_per_request(geometry, max_pages, tail is not None) + max_requests * max_pages * 4
+    reserved = turn * step_bytes_per_request(geometry, max_pages, tail is not None)
+    reserved += max_requests * (max_pages + layers * geometry.kv_heads) * 4
     if options.audit_rate > 0:
         reserved += audit_bytes(geometry, max_pages)
     return SparsePoolConfigurator(inner, share, reserved)

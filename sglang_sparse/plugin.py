@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_sparse import options as options_module
+from sglang_sparse import option_sources
 from sglang_sparse import sglang_compat as compat
-from sglang_sparse.options import OptionsError, SparseDecodeOptions
+from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
@@ -65,7 +65,7 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
     _verify_hooks(compat.MAIN_TARGETS)
     prefix = "sparse_decode_"
     given = {key.removeprefix(prefix): kwargs.pop(key) for key in list(kwargs) if key.startswith(prefix)}
-    options = options_module.merge(given)
+    options = option_sources.merge(given)
     kwargs.setdefault("log_level", "error")
     kwargs |= _prepare(options, kwargs)
     server_args = ServerArgs(**kwargs)
@@ -79,13 +79,13 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
 
 def _add_cli_args(original: Callable, parser: argparse.ArgumentParser) -> Any:
     result = original(parser)
-    options_module.add_flags(parser, on_enable=lambda: _verify_hooks(compat.MAIN_TARGETS))
+    option_sources.add_flags(parser, on_enable=lambda: _verify_hooks(compat.MAIN_TARGETS))
     return result
 
 
 def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace) -> Any:
     try:
-        options = options_module.pop_flags(namespace)
+        options = option_sources.pop_flags(namespace)
         if options is None:
             return original(cls, namespace)
         for name, value in _prepare(options, vars(namespace)).items():
@@ -110,7 +110,7 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
     }
     compat.check_arguments({name: value for name, value in given.items() if name in defaults})
     _verify_targets(compat.SCHEDULER_TARGETS)
-    page_size = given.get("page_size", options.page_size or options_module.DEFAULT_PAGE_SIZE)
+    page_size = given.get("page_size", options.page_size or DEFAULT_PAGE_SIZE)
     options.check_page_size(page_size)
     return {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
 
@@ -120,8 +120,9 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     compat.check_resolved(server_args)
     model_config = server_args.get_model_config()
     compat.check_model(model_config)
-    options.check_shape(compat.model_shape(model_config))
-    options.check_layers(model_config.num_hidden_layers)
+    shape = compat.model_shape(model_config)
+    options.check_shape(shape)
+    options.check_layers(shape.layers, shape.kv_heads)
 
 
 # --- scheduler process -------------------------------------------------------------------------------------------

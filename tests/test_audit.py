@@ -13,6 +13,7 @@ from test_decode_step import DEVICE, DTYPE, LAYERS, SCALE, Simulation, lengths
 
 from sglang_sparse import memory
 from sglang_sparse.observe.audit import CoverageAudit
+from sglang_sparse.observe.coverage_history import WINDOW
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.prefill import summarise_prefill
 
@@ -22,6 +23,7 @@ CHOICES = [
     {"gamma": 0.9, "dense_layers": (1,), "estimator": "exact"},
     {"rule": "top-k", "top_k": 0.3, "estimator": "minmax"},
     {"gamma": 0.7, "thumbnail_bits": 2, "min_context": 150},
+    {"gamma_by_head": ((0.9, 0.6), (0.7, 0.8))},
 ]
 TOLERANCE = {"atol": 1e-4 if torch.float32 == DTYPE else 5e-3, "rtol": 0}
 
@@ -115,6 +117,29 @@ def test_the_audit_measures_the_true_coverage(changes: dict) -> None:
         torch.testing.assert_close(torch.tensor(values), torch.tensor(wanted), **TOLERANCE)
     missed = max(1 - value for _, values in expected for value in values)
     assert missed > 0.02, "every block was kept: nothing was measured"
+
+
+@pytest.mark.parametrize(("asked", "warns"), [({}, False), ({"estimator": "minmax"}, True)])
+def test_coverage_is_compared_with_what_the_heads_of_a_layer_ask_for(
+    asked: dict, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exact masses reach low gammas that lie far below the default one; bounds taken for masses miss high ones."""
+    by_head = ((0.9, 0.8), (0.8, 0.9)) if warns else ((0.4, 0.6), (0.6, 0.4))
+    options = make_options(
+        **{"estimator": "exact", "sink_tokens": 0, "window_tokens": 1, **asked}, gamma_by_head=by_head
+    )
+    sim = Simulation([300], options, DEVICE)
+    audit = make_audit(sim, random.Random(2))
+    coverage = []
+    for number in range(WINDOW + 1):
+        audit.before_step(1)
+        sim.load([0])
+        sim.lengths[0] -= 1
+        attend(sim, number)
+        coverage += [value for _, values in arrived(audit) for value in values]
+    mean = sum(coverage) / len(coverage)
+    assert mean < 0.83 if warns else 0.5 < mean < 0.9
+    assert len(caplog.messages) == warns
 
 
 def test_an_audited_step_gives_the_same_bits() -> None:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from sglang_sparse.observe.coverage_history import BUCKETS, MARGIN, WINDOW, CoverageHistory
+from sglang_sparse.options import SparseDecodeOptions
 
 
 def test_nothing_was_found_before_the_first_sample() -> None:
@@ -91,6 +92,19 @@ def test_each_layer_has_its_own_gamma(caplog: pytest.LogCaptureFixture) -> None:
     fill(history, 0.7, layer=1)
     assert len(caplog.messages) == 1
     assert history.report()["worst_layer"] == 1
+
+
+def test_the_warning_names_the_option_that_asks(caplog: pytest.LogCaptureFixture) -> None:
+    options = SparseDecodeOptions(gamma_by_head=((0.5, 0.9), (0.9, 0.9)))
+    history = CoverageHistory(options.gamma_of, options.gamma_name)
+    # Heads of one layer are weighed together: what one reads more than it was asked to makes up for another.
+    fill(history, 0.7, layer=0)
+    assert caplog.messages == []
+    fill(history, 0.6, layer=1)
+    assert len(caplog.messages) == 1
+    assert "attention mass than config key 'gamma_by_head' asks for (means over KV heads" in caplog.messages[0]
+    assert "(short by 0.300 in layer 1, 0.000 in layer 0)" in caplog.messages[0]
+    assert "--sparse-decode-gamma " not in caplog.messages[0]
 
 
 def test_a_rule_without_a_coverage_is_never_told(caplog: pytest.LogCaptureFixture) -> None:

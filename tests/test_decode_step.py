@@ -25,6 +25,7 @@ OPTIONS = [
     {"gamma": 0.9, "estimator": "mean-variance"},
     {"gamma": 0.9, "thumbnail_bits": 2, "min_context": 150},
     {"gamma": 0.8, "tail": "drop"},
+    {"gamma_by_head": ((0.9, 0.4), (0.5, 1))},
 ]
 
 
@@ -187,6 +188,33 @@ def test_each_layer_has_its_own_gamma() -> None:
         alone.attend(q, torch.empty_like(q))
         assert alone.step.counters.kept_blocks.sum(1)[layer] == kept[layer]
     assert kept[0] > kept[1]
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_each_head_has_its_own_gamma(turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and counts of a head are those of a step in which its gamma is everyone's."""
+    if turns:
+        monkeypatch.setattr(memory, "MAX_STEP_BYTES", 1)
+    by_head = ((0.99, 0.3), (0.5, 1.0))
+    sim = Simulation(lengths(), SparseDecodeOptions(**ONE_GAMMA, gamma_by_head=by_head), DEVICE)
+    sim.load([0, 1, 2, 3])
+    q = sim.queries(0)
+    out = torch.empty_like(q)
+    sim.attend(q, out)
+    kept = sim.step.counters.kept_blocks
+    group = sim.geometry.group_size
+    for layer, gammas in enumerate(by_head):
+        for head, gamma in enumerate(gammas):
+            alone = Simulation(lengths(), SparseDecodeOptions(**{**ONE_GAMMA, "gamma": gamma}), DEVICE)
+            alone.load([0, 1, 2, 3])
+            expected = torch.empty_like(q)
+            alone.attend(q, expected)
+            own = slice(head * group, (head + 1) * group)
+            torch.testing.assert_close(out[layer, :, own], expected[layer, :, own])
+            if gamma < 1:
+                assert alone.step.counters.kept_blocks[layer, head] == kept[layer, head]
+    assert kept[0, 0] > kept[0, 1]
+    assert kept[1, 0] < kept[1, 1] == sum(-(-length // 16) for length in sim.lengths)
 
 
 @pytest.mark.parametrize("estimator", ["thumbnail", "exact"])

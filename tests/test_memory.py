@@ -51,7 +51,7 @@ def test_pool_summaries_and_buffers_fit_the_budget(estimator: str, dense_layers:
         GEOMETRY,
         max_requests=64,
         max_pages=2048,
-        thresholds=[0.95],
+        thresholds=[[0.95] * GEOMETRY.kv_heads] * LAYERS,
         selects=True,
         has_tail=tail is not None,
         device="meta",
@@ -100,10 +100,11 @@ def test_a_turn_holds_what_fits_and_at_least_one_request(has_tail: bool) -> None
 
 @pytest.mark.parametrize("has_tail", [False, True])
 def test_step_bytes_are_what_is_allocated(has_tail: bool) -> None:
-    arguments = {"max_pages": 2048, "thresholds": [0.95], "selects": True, "has_tail": has_tail, "device": "meta"}
+    thresholds = [[0.95] * GEOMETRY.kv_heads]
+    arguments = {"max_pages": 2048, "thresholds": thresholds, "selects": True, "has_tail": has_tail, "device": "meta"}
     one, two = (DecodeBuffers(GEOMETRY, max_requests=count, **arguments) for count in (1, 2))
-    # A row of the page table, length, closing page, threshold and counts belong to no turn.
-    rest = 2048 * 4 + 3 * 4 + GEOMETRY.kv_heads * 4
+    # A row of the page table, length, closing page, thresholds and counts belong to no turn.
+    rest = 2048 * 4 + 2 * 4 + 2 * GEOMETRY.kv_heads * 4
     assert two.bytes - one.bytes - rest == memory.step_bytes_per_request(GEOMETRY, 2048, has_tail)
 
 

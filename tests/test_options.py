@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
+from sglang_sparse import option_sources
 from sglang_sparse import options as module
-from sglang_sparse.options import OptionsError, SparseDecodeOptions, merge
+from sglang_sparse.option_sources import merge
+from sglang_sparse.options import OptionsError, SparseDecodeOptions
 
 
 def parse(*arguments: str) -> SparseDecodeOptions | None:
     parser = argparse.ArgumentParser()
-    module.add_flags(parser)
-    return module.pop_flags(parser.parse_args(arguments))
+    option_sources.add_flags(parser)
+    return option_sources.pop_flags(parser.parse_args(arguments))
 
 
 def test_defaults_are_those_of_the_object() -> None:
@@ -25,9 +27,9 @@ def test_defaults_are_those_of_the_object() -> None:
 
 def test_without_the_flag_nothing_is_returned_or_left_behind() -> None:
     parser = argparse.ArgumentParser()
-    module.add_flags(parser)
+    option_sources.add_flags(parser)
     namespace = parser.parse_args([])
-    assert module.pop_flags(namespace) is None
+    assert option_sources.pop_flags(namespace) is None
     assert vars(namespace) == {}
 
 
@@ -202,9 +204,9 @@ def test_the_block_size_must_divide_the_page_size() -> None:
 
 
 def test_dense_layers_must_exist() -> None:
-    SparseDecodeOptions(dense_layers=(1,)).check_layers(2)
+    SparseDecodeOptions(dense_layers=(1,)).check_layers(2, 2)
     with pytest.raises(OptionsError, match="layer 2"):
-        SparseDecodeOptions(dense_layers=(1, 2)).check_layers(2)
+        SparseDecodeOptions(dense_layers=(1, 2)).check_layers(2, 2)
 
 
 SHAPE = {"architecture": "Qwen2ForCausalLM", "layers": 2, "kv_heads": 2, "head_dim": 64}
@@ -214,9 +216,9 @@ def test_gamma_by_layer_reaches_its_layers_and_survives_the_environment() -> Non
     options = parse("--sparse-decode", "--sparse-decode-gamma-by-layer", "0.9,0.99")
     assert [options.gamma_of(layer) for layer in range(2)] == [0.9, 0.99]
     assert SparseDecodeOptions.from_mapping(json.loads(options.to_json())) == options
-    options.check_layers(2)
+    options.check_layers(2, 2)
     with pytest.raises(OptionsError, match="has 2 values, but the model has 3 layers"):
-        options.check_layers(3)
+        options.check_layers(3, 2)
 
 
 @pytest.mark.parametrize("value", ["0.9,", "0.9,2", "x", "0.9,0", [True], 0.9])
@@ -235,6 +237,83 @@ def test_gamma_and_gamma_by_layer_win_over_each_other_from_flag_to_file(tmp_path
     file.write_text('{"gamma": 0.9, "gamma_by_layer": [0.9]}')
     with pytest.raises(OptionsError, match="not both"):
         merge({"config": str(file)})
+
+
+BY_HEAD = [[0.9, 0.8, 1], [0.7, 0.95, 0.6]]
+
+
+def test_gamma_by_head_reaches_its_heads_and_survives_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"gamma_by_head": BY_HEAD}))
+    options = parse("--sparse-decode", "--sparse-decode-config", str(file))
+    assert options is not None
+    assert [options.head_gammas(layer, 3) for layer in range(2)] == [(0.9, 0.8, 1), (0.7, 0.95, 0.6)]
+    assert options.gamma_of(1) == pytest.approx(0.75)
+    assert options.lowest_gamma == 0.6
+    assert SparseDecodeOptions.from_mapping(json.loads(options.to_json())) == options
+    options.check_layers(2, 3)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (1, 3), (2, 2), (3, 2)])
+def test_gamma_by_head_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(
+        OptionsError, match=r"'gamma_by_head' is for 2 layers of 3 KV heads, but the model has"
+    ) as caught:
+        SparseDecodeOptions(gamma_by_head=BY_HEAD).check_layers(*shape)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("0.9,0.8", "'gamma_by_head' is '0.9,0.8': give a list for each layer"),
+        (0.9, "'gamma_by_head' is 0.9"),
+        ({"0": [0.9]}, "'gamma_by_head' is {"),
+        ([0.9, 0.8], "has 0.9 for layer 0"),
+        ([[0.9], [0]], r"has \[0\] for layer 1"),
+        ([[0.9], [1.5]], "for layer 1"),
+        ([[0.9], [True]], "for layer 1"),
+        ([[0.9], ["0.9"]], "for layer 1"),
+        ([[0.9, float("nan")]], "for layer 0"),
+        ([[]], r"has \[\] for layer 0"),
+        ([[0.9, 0.8], [0.9]], "has 2 gammas for layer 0 and 1 for layer 1"),
+    ],
+)
+def test_wrong_gammas_by_head_are_refused(value: object, what: str) -> None:
+    with pytest.raises(OptionsError, match=what) as caught:
+        SparseDecodeOptions(gamma_by_head=value)
+    assert "\n" not in str(caught.value)
+
+
+def test_gammas_of_heads_go_with_no_other_gammas_and_no_other_rule(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match="gamma_by_layer or gamma_by_head, not both"):
+        SparseDecodeOptions(gamma_by_layer=(0.9, 0.8), gamma_by_head=BY_HEAD)
+    file = tmp_path / "config.json"
+    for other in ('"gamma": 0.9', '"gamma_by_layer": [0.9, 0.8]'):
+        file.write_text(f'{{{other}, "gamma_by_head": [[0.9, 0.8], [0.7, 0.6]]}}')
+        with pytest.raises(OptionsError, match=r"config\.json: give gamma\S* or gamma_by_head, not both"):
+            merge({"config": str(file)})
+        with pytest.raises(OptionsError, match="not both"):
+            merge(json.loads(file.read_text()))
+    for rule in ({"rule": "all"}, {"rule": "top-k", "top_k": 4}):
+        with pytest.raises(
+            OptionsError, match=f"'gamma_by_head' has no effect with --sparse-decode-rule {rule['rule']}"
+        ):
+            SparseDecodeOptions(gamma_by_head=BY_HEAD, **rule)
+
+
+def test_gammas_given_above_win_over_gamma_by_head_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"gamma_by_head": BY_HEAD}))
+    config = {"config": str(file)}
+    assert merge({**config, "gamma": 0.5}).head_gammas(0, 3) == (0.5,) * 3
+    assert merge({**config, "gamma_by_layer": "0.5,0.4"}).head_gammas(1, 3) == (0.4,) * 3
+    assert merge({**config, "gamma_by_head": [[0.5, 0.6]]}).head_gammas(0, 2) == (0.5, 0.6)
+    for rule in ({"rule": "all"}, {"rule": "top-k", "top_k": 4}):
+        assert merge({**config, **rule}).gamma_by_head == ()
+    for below in ({"gamma": 0.5}, {"gamma_by_layer": [0.5, 0.4]}):
+        file.write_text(json.dumps(below))
+        assert merge({**config, "gamma_by_head": BY_HEAD}).head_gammas(1, 3) == (0.7, 0.95, 0.6)
 
 
 def test_a_config_for_another_model_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ HELP = """Measures what sparse decode reads and how far its next-token distribut
 and prompts of your own. With --target-kl it finds the setting that reads the fewest bytes within that mean KL and
 writes it as a config for --sparse-decode-config. Runs the model with transformers, on the GPU if there is one."""
 
+GAMMA_PER_HELP = """with --target-kl: what gets a gamma of its own (default: layer). head measures each KV head alone,
+which takes 5 passes on each of 3 prompts for each layer and KV head"""
+
 DTYPE_HELP = """what to compute in (default: float32, so that KL shows what was not read, and no rounding); bytes are
 counted for the served KV cache in any case"""
 
@@ -42,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--block-size", type=int, default=16, help="tokens in a block (default: %(default)s)")
     add("--target-kl", type=float, help="mean KL in nats to hold with the fewest bytes; writes --config")
     add("--config", type=Path, help="file to write for --sparse-decode-config (with --target-kl)")
+    add("--gamma-per", choices=("model", "layer", "head"), help=GAMMA_PER_HELP)
     add("--held-out", type=float, help="share of the prompts that only check (default: 0.34)")
     add("--out", type=Path, help="JSON file to write: all results, by layer and head too")
     add("--plot", type=Path, help="PNG file to write: bytes read against KL, and kept blocks by layer and head")
@@ -61,6 +65,7 @@ def check(args: argparse.Namespace) -> None:
         ("--gammas", args.gammas, not calibrates, "with --target-kl, which searches them"),
         ("--grid", args.grid != "server", not calibrates, "with --target-kl, which searches"),
         ("--held-out", args.held_out, calibrates, "without --target-kl"),
+        ("--gamma-per", args.gamma_per, calibrates, "without --target-kl"),
         ("--num-prompts", args.num_prompts, args.prompts is None, "with --prompts"),
         ("--seed", args.seed, args.prompts is None, "with --prompts"),
     ):

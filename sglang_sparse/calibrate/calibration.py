@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from sglang_sparse.calibrate import head_search, search
 from sglang_sparse.calibrate import report as reports
-from sglang_sparse.calibrate import search
 from sglang_sparse.calibrate.errors import CalibrationError
 from sglang_sparse.calibrate.measure import Reference, Result, measure_references, moves, prepare
 from sglang_sparse.calibrate.prompts import Prompt
@@ -25,6 +25,12 @@ from sglang_sparse.options import SparseDecodeOptions
 
 HELD_OUT = 0.34
 """Share of the prompts that only check."""
+
+GAMMA_PER = "layer"
+"""What gets a gamma of its own, unless `--gamma-per` is given."""
+
+FEW = 3
+"""Prompts that each KV head is measured alone on."""
 
 
 def split(prompts: Sequence[Prompt], share: float) -> set[int]:
@@ -46,9 +52,34 @@ def split(prompts: Sequence[Prompt], share: float) -> set[int]:
     return held
 
 
+def some_of_each_kind(references: Sequence[Reference], count: int) -> list[Reference]:
+    """`count` of the references, or all if there are fewer: the first of each kind, then the second of each, ..."""
+    seen: dict[str, int] = defaultdict(int)
+    turns = []
+    for reference in references:
+        turns.append(seen[reference.prompt.kind])
+        seen[reference.prompt.kind] += 1
+    order = sorted(range(len(references)), key=turns.__getitem__)
+    return [references[i] for i in order[:count]]
+
+
 def has_room(replay: Replay, needed: int) -> bool:
     """Whether `needed` bytes more leave half of the device's free memory; keys and values else wait in host memory."""
     return replay.device.type != "cuda" or needed < torch.cuda.mem_get_info(replay.device)[0] / 2
+
+
+def confirm(measure: search.Measure, check: search.Measure, best: Result, target: float) -> tuple[Result, Result, int]:
+    """Raises the gammas until the target holds on held-out prompts too, or none can be raised.
+
+    Returns what `measure` and `check` say of the setting that it comes to, and how often it was raised.
+    """
+    raises = 0
+    (confirmed,) = check([best.setting])
+    while confirmed.kl_mean > target and (higher := search.raised(best.setting)) is not None:
+        raises += 1
+        (best,) = measure([higher])
+        (confirmed,) = check([higher])
+    return best, confirmed, raises
 
 
 def calibrate(
@@ -64,9 +95,9 @@ def calibrate(
     Raises CalibrationError if no setting holds the target, or only ones that read about as much as dense decode.
     """
     target = args.target_kl
+    gamma_per = args.gamma_per or GAMMA_PER
     held = split(prompts, args.held_out or HELD_OUT)
     tried: list[Result] = []
-    raises = 0
     with tqdm(unit="pass", disable=None) as bar:
         progress = moves(bar)
         references: list[Reference] = []
@@ -87,12 +118,24 @@ def calibrate(
         best = search.uniform(measure, base, target)
         if best is None:
             raise CalibrationError(f"no setting holds --target-kl {target:g} on these prompts: raise it")
-        best = search.by_layer(measure, best, target)
-        (confirmed,) = measure_references(replay, checked, [best.setting], progress)
-        while confirmed.kl_mean > target and (higher := search.raised(best.setting)) is not None:
-            raises += 1
-            (best,) = measure([higher])
-            (confirmed,) = measure_references(replay, checked, [higher], progress)
+        one_gamma = best
+        if gamma_per != "model":
+            best = search.by_layer(measure, one_gamma, target)
+        found = [best]
+        if gamma_per == "head":
+            few = some_of_each_kind(fitted, FEW)
+            by_head = head_search.by_head(
+                measure, lambda settings: measure_references(replay, few, settings, progress), one_gamma, target
+            )
+            if by_head.bytes_read < best.bytes_read:
+                found.append(by_head)
+
+        def check(settings: Sequence[Setting]) -> list[Result]:
+            return measure_references(replay, checked, settings, progress)
+
+        # What reads less on the fitted prompts may have to be raised further.
+        outcomes = [confirm(measure, check, best, target) for best in found]
+        best, confirmed, raises = min(outcomes, key=lambda made: (made[1].kl_mean > target, made[0].bytes_read))
     if confirmed.kl_mean > target or best.bytes_read > search.WORTH:
         raise CalibrationError(
             f"--target-kl {target:g} does not hold below {best.bytes_read:.0%} of the bytes "

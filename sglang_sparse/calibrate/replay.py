@@ -140,7 +140,7 @@ class Replay:
     @torch.inference_mode()
     def force(self, prefix: Prefix, tokens: list[int], setting: Setting, measure: bool = True) -> Pass:
         """Decodes `tokens` after the prompt under a setting. Without `measure`, coverage is left out (all NaN)."""
-        setting.options.check_layers(self.layers)
+        setting.options.check_layers(self.layers, self.geometry.kv_heads)
         step = _ForcedStep(self, setting, prefix, prefix.length, len(tokens), measure)
         return step.result(self._run(prefix, prefix.length, tokens, step))
 
@@ -299,14 +299,10 @@ class _ForcedStep:
             norms = v_pool[FIRST_SLOT : FIRST_SLOT + self._blocks * g.block_size].float().norm(dim=-1)
             weight = norms.unflatten(0, (-1, g.block_size)).mean(1).clamp_min(1e-9).log()
             log_mass = log_mass + weight.T[:, None]
-        if setting.gamma_by_head:
-            thresholds = torch.tensor(setting.gamma_by_head[layer], device=q.device).expand(len(q), -1)
-        else:
-            thresholds = torch.full((len(q),), self._rule.threshold(layer), device=q.device)
         self._rule.select(
             log_mass,
             self._seq_lens,
-            thresholds=thresholds,
+            thresholds=torch.tensor(self._rule.thresholds(layer), device=q.device).expand(len(q), -1),
             block_lists=self._lists,
             block_counts=self._counts,
             scratch=self._scratch,

@@ -1,8 +1,9 @@
 """Calibration: the setting that reads the fewest bytes while the mean KL to dense stays within a target.
 
 First one gamma for all layers is bisected for each estimator and group treatment. Then the best of them gets a gamma of
-its own in each layer: each layer is made sparse alone, at several gammas, and the layers' bytes and KL, taken as
-additive, are traded against each other by one multiplier, which real measurements of the whole setting bisect.
+its own in each layer, or in each KV head: each is made sparse alone, at several gammas, and the bytes and KL of all of
+them, taken as additive, are traded against each other by one multiplier, which real measurements of the whole setting
+bisect. That KL is additive is an assumption; whether the target holds is measured.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_sparse.calibrate.measure import Result
 from sglang_sparse.calibrate.settings import Setting
@@ -20,10 +21,25 @@ GAMMAS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.9
 LAYER_STEPS = (-6, -3, -1, 0, 1, 3)
 """Gammas that a layer may take, in steps of GAMMAS from the one that fits all layers."""
 WORTH = 0.98
-"""A gamma for each layer has to read less than this share of what one gamma for all reads."""
-TRADE_ROUNDS = 7
+"""Gammas for each layer or head have to read less than this share of what one gamma for all reads."""
+LAYER_ROUNDS = 7
+"""Settings that are measured to find the price."""
 
 Measure = Callable[[Sequence[Setting]], list[Result]]
+
+
+class Choice(NamedTuple):
+    """What a layer or KV head may do."""
+
+    read: float
+    """Share of its bytes."""
+    kl: float
+    """Mean KL where it alone is sparse."""
+    gamma: float | None
+    """None reads everything."""
+
+
+EVERYTHING = Choice(1.0, 0.0, None)
 
 
 def server_estimators() -> list[dict[str, Any]]:
@@ -62,28 +78,55 @@ def by_layer(measure: Measure, start: Result, target: float) -> Result:
     """A gamma for each layer, or dense layers, if that reads less than `start`, which is `uniform`'s."""
     setting = start.setting
     layers = len(start.kept_by_head)
-    index = GAMMAS.index(setting.options.gamma)
-    gammas = sorted({GAMMAS[min(max(index + step, 0), len(GAMMAS) - 1)] for step in LAYER_STEPS})
+    gammas = around(setting.options.gamma, LAYER_STEPS)
     alone = [
         changed(setting, gamma=gamma, dense_layers=tuple(other for other in range(layers) if other != layer))
         for layer in range(layers)
         for gamma in gammas
     ]
     measured = measure(alone)
-    choices: list[list[tuple[float, float, float | None]]] = []
+    choices: list[list[Choice]] = []
     for layer in range(layers):
         own = measured[layer * len(gammas) : (layer + 1) * len(gammas)]
         choices.append(
-            [(r.bytes_by_layer[layer], r.kl_mean, gamma) for r, gamma in zip(own, gammas, strict=True)]
-            + [(1.0, 0.0, None)]
+            [Choice(r.bytes_by_layer[layer], r.kl_mean, gamma) for r, gamma in zip(own, gammas, strict=True)]
+            + [EVERYTHING]
         )
+
+    def made(chosen: Sequence[Choice]) -> Setting:
+        return _by_layer(setting, [choice.gamma for choice in chosen])
+
+    return traded(measure, choices, made, start, target, LAYER_ROUNDS)
+
+
+def around(gamma: float, steps: Sequence[int]) -> list[float]:
+    """Gammas that lie `steps` of GAMMAS from `gamma`, ascending and each once."""
+    index = GAMMAS.index(gamma)
+    return sorted({GAMMAS[min(max(index + step, 0), len(GAMMAS) - 1)] for step in steps})
+
+
+def traded(
+    measure: Measure,
+    choices: Sequence[Sequence[Choice]],
+    made: Callable[[Sequence[Choice]], Setting],
+    start: Result,
+    target: float,
+    rounds: int,
+) -> Result:
+    """The measured setting with the fewest bytes that holds the target, of those that trade the parts' KL for bytes at
+    one price; `start` unless that is worth it.
+
+    Args:
+        choices: of each part of the model, what it may do.
+        made: the setting in which each part does what was chosen for it.
+        rounds: settings to measure.
+    """
     best = start
-    # The price of a nat of KL in bytes: high prices keep layers dense, low ones let them read little.
+    # The price of a nat of KL in bytes: high prices keep parts dense, low ones let them read little.
     low, high = 1e-3, 1e6
-    for _ in range(TRADE_ROUNDS):
+    for _ in range(rounds):
         price = (low * high) ** 0.5
-        chosen = [min(options, key=lambda o: o[0] + price * o[1])[2] for options in choices]
-        (result,) = measure([_by_layer(setting, chosen)])
+        (result,) = measure([made([min(own, key=lambda c: c.read + price * c.kl) for own in choices])])
         if result.kl_mean <= target:
             high = price
             if result.bytes_read < best.bytes_read:
@@ -94,12 +137,15 @@ def by_layer(measure: Measure, start: Result, target: float) -> Result:
 
 
 def raised(setting: Setting) -> Setting | None:
-    """The setting one step of GAMMAS higher in each layer; None if there is no higher one."""
+    """The setting one step of GAMMAS higher in each layer or head; None if there is no higher one."""
     options = setting.options
 
     def up(gamma: float) -> float:
         return next((g for g in GAMMAS if g > gamma), 1.0)
 
+    if options.gamma_by_head:
+        by_head = tuple(tuple(map(up, layer)) for layer in options.gamma_by_head)
+        return None if by_head == options.gamma_by_head else changed(setting, gamma_by_head=by_head)
     if options.gamma_by_layer:
         higher = tuple(map(up, options.gamma_by_layer))
         return None if higher == options.gamma_by_layer else changed(setting, gamma_by_layer=higher)
@@ -122,7 +168,9 @@ def to_config(result: Result, shape: ModelShape) -> dict[str, Any]:
     }
     if options.estimator == "thumbnail":
         config["thumbnail_bits"] = options.thumbnail_bits
-    if options.gamma_by_layer:
+    if options.gamma_by_head:
+        config["gamma_by_head"] = [list(layer) for layer in options.gamma_by_head]
+    elif options.gamma_by_layer:
         config["gamma_by_layer"] = list(options.gamma_by_layer)
     else:
         config["gamma"] = options.gamma

@@ -19,8 +19,6 @@ class Setting:
     page_size: int = DEFAULT_PAGE_SIZE
     candidate: str | None = None
     """An estimator of `candidates` instead of the server's; `options.estimator` is then ignored."""
-    gamma_by_head: tuple[tuple[float, ...], ...] = ()
-    """`[layers][KV heads]`, instead of the options' gammas."""
     tail: int | None = None
     """Blocks that are not read are answered by the mean value of so many tokens around them, weighted by their
     estimated mass; 0 drops them. None does what a server with these options does; candidates then drop them."""
@@ -70,7 +68,7 @@ class Setting:
     @property
     def rule(self) -> str:
         o = self.options
-        varied = "-by-head" if self.gamma_by_head else "-by-layer" if o.gamma_by_layer else ""
+        varied = "-by-head" if o.gamma_by_head else "-by-layer" if o.gamma_by_layer else ""
         return f"{o.rule}{varied}" + (f"-dense{len(o.dense_layers)}" if o.dense_layers else "")
 
     @property
@@ -80,10 +78,8 @@ class Setting:
         if o.rule == "top-k":
             assert o.top_k is not None
             return o.top_k
-        if self.gamma_by_head:
-            values = [gamma for layer in self.gamma_by_head for gamma in layer]
-            return sum(values) / len(values)
-        return sum(o.gamma_by_layer) / len(o.gamma_by_layer) if o.gamma_by_layer else o.gamma
+        layers = len(o.gamma_by_head or o.gamma_by_layer)
+        return sum(map(o.gamma_of, range(layers))) / layers if layers else o.gamma
 
     def geometry(self, like: Geometry) -> Geometry:
         return dataclasses.replace(like, page_size=self.page_size, block_size=self.options.block_size)

@@ -51,7 +51,9 @@ class CoverageAudit:
         self._is_armed = False
         self._pending: tuple[int, int] | None = None
         self._arriving: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
-        self._history = CoverageHistory(step.rule.threshold if step.rule.name == "coverage" else None)
+        options = step.options
+        aims = step.rule.name == "coverage"
+        self._history = CoverageHistory(options.gamma_of if aims else None, options.gamma_name)
 
         # Own buffers, so that no launch differs in alignment from the first: Triton would compile it anew.
         g, table = step.geometry, step.buffers.page_table

@@ -48,15 +48,18 @@ class CoverageHistory:
     """Coverage by layer since the start, one value a KV head and sample.
 
     Args:
-        gamma_of: the coverage that the rule aims at in a layer; None if it aims at none: then there is no warning.
+        gamma_of: the coverage that the rule aims at in a layer, the mean over its KV heads if they differ; None if it
+            aims at none: then there is no warning.
+        asked_by: what users call the option that `gamma_of` comes from.
     """
 
-    def __init__(self, gamma_of: Callable[[int], float] | None) -> None:
+    def __init__(self, gamma_of: Callable[[int], float] | None, asked_by: str = "--sparse-decode-gamma") -> None:
         self._gamma_of = gamma_of
+        self._asked_by = asked_by
         self._layers: dict[int, _LayerHistory] = {}
         self._samples = 0
         self._shortfalls: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        """Layer, and gamma less the mean coverage, of the last samples."""
+        """Layer, and gamma less the coverage, of the last samples: means over the layer's KV heads."""
         self._low = False
         self._unread: deque[tuple[int, list[float]]] = deque(maxlen=_UNREAD)
 
@@ -117,11 +120,12 @@ class CoverageHistory:
             worst = sorted(means, key=lambda layer: -means[layer])[:WORST_LAYERS]
             logger.warning(
                 "Sparse decode: over the last %d audited samples, the blocks read cover %.3f less of the attention "
-                "mass than --sparse-decode-gamma asks for (tolerated: %g): raise --sparse-decode-gamma, raise "
+                "mass than %s asks for (means over KV heads; tolerated: %g): raise it, raise "
                 "--sparse-decode-thumbnail-bits if it is below 4, or add the worst layers to "
                 "--sparse-decode-dense-layers: %s (short by %s)",
                 WINDOW,
                 shortfall,
+                self._asked_by,
                 MARGIN,
                 ",".join(map(str, sorted(worst))),
                 ", ".join(f"{means[layer]:.3f} in layer {layer}" for layer in worst),

@@ -15,7 +15,7 @@ from sglang_sparse.options import SparseDecodeOptions
 
 
 class Rule(Protocol):
-    """Chooses blocks from `log_mass`; holds one threshold a request so that requests may differ."""
+    """Chooses blocks from `log_mass`; takes one threshold a row, so that requests and KV heads may differ."""
 
     name: str
     needs_mass: bool
@@ -41,8 +41,8 @@ class Rule(Protocol):
         the audit gets a copy of one request's lists.
         """
 
-    def threshold(self, layer: int) -> float:
-        """What the options ask for in a layer."""
+    def thresholds(self, layer: int) -> list[float]:
+        """What the options ask for in each KV head of a layer."""
 
 
 class _ThresholdRule:
@@ -51,6 +51,7 @@ class _ThresholdRule:
     needs_mass = True
 
     def __init__(self, options: SparseDecodeOptions, geometry: Geometry) -> None:
+        self._kv_heads = geometry.kv_heads
         self._arguments: dict[str, Any] = {
             "group": options.group,
             "page_size": geometry.page_size,
@@ -70,8 +71,8 @@ class CoverageRule(_ThresholdRule):
         super().__init__(options, geometry)
         self._options = options
 
-    def threshold(self, layer: int) -> float:
-        return self._options.gamma_of(layer)
+    def thresholds(self, layer: int) -> list[float]:
+        return list(self._options.head_gammas(layer, self._kv_heads))
 
     def select(
         self, log_mass: torch.Tensor, seq_lens: torch.Tensor, *, thresholds: torch.Tensor, **buffers: Any
@@ -89,8 +90,8 @@ class TopKRule(_ThresholdRule):
         assert options.top_k is not None
         self._top_k = float(options.top_k)
 
-    def threshold(self, layer: int) -> float:
-        return self._top_k
+    def thresholds(self, layer: int) -> list[float]:
+        return [self._top_k] * self._kv_heads
 
     def select(
         self, log_mass: torch.Tensor, seq_lens: torch.Tensor, *, thresholds: torch.Tensor, **buffers: Any
@@ -104,15 +105,18 @@ class AllRule:
     name = "all"
     needs_mass = False
 
-    def threshold(self, layer: int) -> float:
-        return 1.0
+    def __init__(self, geometry: Geometry) -> None:
+        self._kv_heads = geometry.kv_heads
+
+    def thresholds(self, layer: int) -> list[float]:
+        return [1.0] * self._kv_heads
 
     def select(self, log_mass: torch.Tensor, seq_lens: torch.Tensor, **buffers: Any) -> None:
         raise AssertionError("rule all makes no lists")
 
 
 def make_rule(options: SparseDecodeOptions, geometry: Geometry) -> Rule:
-    """The rule that `options` name. Coverage of gamma = 1 in all layers is rule `all`."""
-    if options.rule == "all" or (options.rule == "coverage" and min(options.gamma_by_layer or (options.gamma,)) == 1):
-        return AllRule()
+    """The rule that `options` name. Coverage of gamma = 1 in all layers and heads is rule `all`."""
+    if options.rule == "all" or (options.rule == "coverage" and options.lowest_gamma == 1):
+        return AllRule(geometry)
     return TopKRule(options, geometry) if options.rule == "top-k" else CoverageRule(options, geometry)

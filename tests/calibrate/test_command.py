@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from sglang_sparse.calibrate import measure, search
 from sglang_sparse.calibrate.__main__ import main
 from sglang_sparse.calibrate.report import COLUMNS
-from sglang_sparse.options import ModelShape, merge
+from sglang_sparse.option_sources import merge
+from sglang_sparse.options import ModelShape
 
 
 def run(folder: Path, *arguments: object) -> int:
@@ -75,8 +76,42 @@ def test_calibration_holds_the_target_and_writes_a_config(
     assert len(tried) > 20
     options = merge({"config": str(config)})
     options.check_shape(ModelShape("LlamaForCausalLM", 2, 2, 64))
-    options.check_layers(2)
+    options.check_layers(2, 2)
     assert "at batch 64" in capsys.readouterr().out
+
+
+@pytest.fixture
+def unlike_heads(model_folder: Path, tmp_path: Path) -> Path:
+    """The model with values of one KV head in each layer so small that this head hardly matters."""
+    folder = tmp_path / "unlike"
+    shutil.copytree(model_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer, head in ((0, 1), (1, 0)):
+        tensors[f"model.layers.{layer}.self_attn.v_proj.weight"][head * 64 : (head + 1) * 64] *= 0.01
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_calibration_by_head_reads_less_of_heads_that_matter_less(
+    unlike_heads: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "server_estimators", lambda: [{"estimator": "thumbnail"}])
+    target, read, options = 0.05, {}, {}
+    for per in ("model", "layer", "head"):
+        config, out = tmp_path / f"{per}.json", tmp_path / f"{per}-out.json"
+        arguments = ["--prompts", prompts, "--tokens", 8, "--target-kl", target, "--config", config, "--out", out]
+        assert run(unlike_heads, *arguments, "--block-size", 8, "--gamma-per", per) == 0
+        best, held_out, *_ = json.loads(out.read_text())["results"]
+        assert best["kl_mean"] <= target
+        assert held_out["kl_mean"] <= target
+        read[per] = best["bytes_read"]
+        options[per] = merge({"config": str(config)})
+        options[per].check_layers(2, 2)
+    assert options["model"].gamma_by_layer == options["model"].gamma_by_head == options["layer"].gamma_by_head == ()
+    by_head = options["head"].gamma_by_head
+    assert by_head[0][0] > by_head[0][1]
+    assert by_head[1][1] > by_head[1][0]
+    assert read["head"] < 0.95 * read["layer"] <= 0.95 * read["model"]
 
 
 def test_an_unreachable_target_writes_nothing(
@@ -119,6 +154,7 @@ def test_an_unreachable_target_writes_nothing(
         (["--out", "a.json", "--csv", "./a.json"], "--out and --csv both name a.json"),
         (["--gammas", "0.9", "--target-kl", "0.1", "--config", "c.json"], "--gammas has no effect with --target-kl"),
         (["--held-out", "0.5"], "--held-out has no effect without --target-kl"),
+        (["--gamma-per", "head"], "--gamma-per has no effect without --target-kl"),
         (["--seed", "1", "--prompts", "p.jsonl"], "--seed has no effect with --prompts"),
     ],
 )

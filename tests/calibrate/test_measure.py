@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_sparse.calibrate.calibration import predicted_gain, split
+from sglang_sparse.calibrate.calibration import predicted_gain, some_of_each_kind, split
 from sglang_sparse.calibrate.errors import CalibrationError
 from sglang_sparse.calibrate.grids import frontier_grid
 from sglang_sparse.calibrate.measure import Reference, Tally
@@ -84,6 +85,18 @@ def test_held_out_prompts_are_of_every_kind(count: int) -> None:
 def test_one_prompt_cannot_be_split() -> None:
     with pytest.raises(CalibrationError, match="give more prompts"):
         split([Prompt("p", "text", [1], None)], 0.34)
+
+
+def test_few_prompts_are_of_as_many_kinds_as_there_are() -> None:
+    kinds = ["text", "text", "chat", "text", "code", "chat"]
+    references: Any = [SimpleNamespace(prompt=Prompt(f"p{i}", kind, [1], None)) for i, kind in enumerate(kinds)]
+
+    def names(count: int) -> list[str]:
+        return [reference.prompt.name for reference in some_of_each_kind(references, count)]
+
+    assert names(3) == ["p0", "p2", "p4"]
+    assert names(5) == ["p0", "p2", "p4", "p1", "p5"]
+    assert sorted(names(9)) == [f"p{i}" for i in range(6)]
 
 
 def test_the_frontier_holds_the_default_and_no_setting_twice() -> None:

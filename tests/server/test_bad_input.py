@@ -260,3 +260,22 @@ def test_a_calibrated_config_brings_its_page_size_and_fits_its_model_alone(
     os.environ[ENVIRONMENT_VARIABLE] = ""
     config.write_text(json.dumps({"model": shape | {"kv_heads": 6}}))
     assert_refused(prepare, capsys, flags, "was made for LlamaForCausalLM of 2 layers, 6 KV heads, head dim 64")
+
+
+@pytest.mark.parametrize(
+    ("by_head", "named"),
+    [
+        ([[0.9, 0.8]] * 3, "'gamma_by_head' is for 3 layers of 2 KV heads, but the model has 2 layers of 2"),
+        ([[0.9]] * 2, "'gamma_by_head' is for 2 layers of 1 KV heads, but the model has 2 layers of 2"),
+        ([[0.9, 0.8], [0.9, 1.1]], "'gamma_by_head' has [0.9, 1.1] for layer 1: give a list for each layer"),
+    ],
+)
+def test_gammas_of_other_heads_than_the_models(
+    prepare: Any, capsys: pytest.CaptureFixture, tmp_path: Path, by_head: list[list[float]], named: str
+) -> None:
+    config = tmp_path / "config.json"
+    flags = ["--sparse-decode", "--sparse-decode-config", str(config)]
+    config.write_text(json.dumps({"gamma_by_head": by_head}))
+    assert_refused(prepare, capsys, flags, named)
+    # A flag that wins leaves nothing to refuse.
+    assert prepare(*flags, "--sparse-decode-gamma", "0.9").page_size == 64

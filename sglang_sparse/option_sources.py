@@ -1,0 +1,144 @@
+"""Where options come from: flags, a JSON file and Python, and which of them wins."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang_sparse.gammas import drop_overridden, one_gamma
+from sglang_sparse.option_values import FLAG, OptionsError, flag, parse_json
+from sglang_sparse.options import (
+    BLOCK_SIZES,
+    ESTIMATORS,
+    GROUPS,
+    RULES,
+    TAILS,
+    THUMBNAIL_BITS,
+    SparseDecodeOptions,
+    known_values,
+)
+
+_DEST = "sparse_decode"
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The content of a `--sparse-decode-config` file, a JSON object; raises OptionsError if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse_json(file.read(), f"{flag('config')} {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionsError(f"{flag('config')} {path}: cannot be read ({reason})") from None
+
+
+def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = lambda: None) -> None:
+    """Adds `--sparse-decode` and its options; only flags that were given appear in the parsed namespace.
+
+    `on_enable` is called when `--sparse-decode` is parsed; an OptionsError of it ends the program as a usage error.
+    """
+
+    class Enable(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+            try:
+                on_enable()
+            except OptionsError as error:
+                parser.exit(2, f"sglang-sparse: error: {error}\n")
+            setattr(namespace, self.dest, True)
+
+    group = parser.add_argument_group(
+        "sparse decode", "Read only the blocks of KV that carry the attention mass in each decode step (sglang-sparse)."
+    )
+    default = SparseDecodeOptions()
+
+    def add(name: str, help_text: str, **kwargs: Any) -> None:
+        shown = getattr(default, name, None)
+        shown = "none" if shown in (None, ()) else shown
+        group.add_argument(
+            flag(name),
+            dest=f"{_DEST}_{name}",
+            default=argparse.SUPPRESS,
+            help=f"{help_text} (default: {shown})",
+            **kwargs,
+        )
+
+    group.add_argument(
+        FLAG,
+        dest=_DEST,
+        action=Enable,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="Decode sparsely. Sets --page-size to 64 unless given. (default: off)",
+    )
+    add("gamma", "Share of the attention mass that the blocks read must cover, above 0 and at most 1.", type=float)
+    add("estimator", "How the mass of a block is estimated without reading its keys.", metavar=_braces(ESTIMATORS))
+    add("thumbnail_bits", "Bits a channel in the thumbnail estimator.", type=int, metavar=_braces(THUMBNAIL_BITS))
+    add(
+        "block_size",
+        "Tokens in a block, the unit of selection; divides the page size.",
+        type=int,
+        metavar=_braces(BLOCK_SIZES),
+    )
+    add(
+        "group",
+        "What gamma applies to: the average over the query heads that share a KV head, or every one of them.",
+        metavar=_braces(GROUPS),
+    )
+    add(
+        "tail",
+        "What stands for the blocks that are not read: their page's mean value, weighted by their estimated mass, or "
+        "nothing (drop). Unless given: mean with the estimators thumbnail and exact, else drop.",
+        metavar=_braces(TAILS),
+    )
+    add("rule", "How estimates become a list of blocks.", metavar=_braces(RULES))
+    add("top_k", "Blocks to keep with rule top-k: a count, or a fraction of the context below 1.", type=float)
+    add("min_context", "Requests with fewer tokens read everything.", type=int)
+    add("sink_tokens", "Tokens at the start that are always read.", type=int)
+    add("window_tokens", "Latest tokens that are always read.", type=int)
+    add(
+        "gamma_by_layer",
+        "One gamma for each layer, such as 0.95,0.9,0.99, instead of gamma (python -m sglang_sparse.calibrate).",
+    )
+    add("dense_layers", "Layers that read everything, such as 0,1 or 0-3.")
+    add(
+        "audit_rate",
+        "Share of decode steps that measure one request's true coverage; 0 measures none.",
+        type=float,
+    )
+    add(
+        "config",
+        "JSON file with any of these options and those without a flag: page_size, model, and gamma_by_head (for each "
+        "layer a list of one gamma for each KV head, instead of gamma). Flags win over it.",
+        metavar="FILE",
+    )
+
+
+def _braces(choices: tuple) -> str:
+    return "{" + ",".join(map(str, choices)) + "}"
+
+
+def pop_flags(namespace: argparse.Namespace) -> SparseDecodeOptions | None:
+    """Removes our flags from `namespace` and returns the options, or None without `--sparse-decode`."""
+    given = {key: value for key, value in vars(namespace).items() if key == _DEST or key.startswith(f"{_DEST}_")}
+    for key in given:
+        delattr(namespace, key)
+    enabled = given.pop(_DEST, False)
+    if not enabled:
+        if given:
+            name = next(iter(given))[len(_DEST) + 1 :]
+            raise OptionsError(f"{flag(name)} has no effect without {FLAG}: add {FLAG} or remove it")
+        return None
+    return merge({key[len(_DEST) + 1 :]: value for key, value in given.items()})
+
+
+def merge(given: Mapping[str, Any]) -> SparseDecodeOptions:
+    """Options from `given` values over those of the file named by its key `config`, over the defaults."""
+    values = dict(given)
+    config = values.pop("config", None)
+    values = one_gamma(known_values(values, "options"), "options")
+    if config is None:
+        return SparseDecodeOptions(**values)
+    source = f"{flag('config')} {config}"
+    below = one_gamma(known_values(read_config(config), source), source)
+    drop_overridden(below, values)
+    return SparseDecodeOptions(**{**below, **values})

@@ -1,0 +1,76 @@
+"""What options are made of: errors, flag names, and checks of single values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+FLAG = "--sparse-decode"
+
+_LARGEST = 2**31 - 1
+"""Token counts beyond this overflow the kernels' int32."""
+
+
+class OptionsError(ValueError):
+    """An option is wrong. The message is one line that names the flag or field and says what to do."""
+
+
+def flag(name: str) -> str:
+    """The command-line flag of the option `name`."""
+    return f"{FLAG}-{name.replace('_', '-')}"
+
+
+def check_choice(name: str, value: Any, allowed: tuple) -> None:
+    """Raises OptionsError unless an option is one of the values `allowed`, of the same type."""
+    # 4.0 equals 4, but is no size of anything.
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        raise OptionsError(f"{flag(name)} is {value!r}: choose one of {', '.join(map(str, allowed))}")
+
+
+def check_int(name: str, value: Any, minimum: int) -> None:
+    """Raises OptionsError unless an option is a whole number of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= _LARGEST:
+        raise OptionsError(f"{flag(name)} is {value!r}: give a whole number from {minimum} to {_LARGEST}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises OptionsError unless an option is a finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
+        raise OptionsError(f"{flag(name)} is {value!r}: give a number")
+
+
+def layer_numbers(value: Any) -> tuple[int, ...]:
+    """Layer indices from a sequence of ints or a text such as `0,1,30-31`."""
+    problem = OptionsError(f"{flag('dense_layers')} is {value!r}: give layer numbers such as 0,1 or 0-3")
+    if isinstance(value, str):
+        parts: list[int] = []
+        for item in filter(None, (part.strip() for part in value.split(","))):
+            first, dash, last = item.partition("-")
+            numbers = (first, last) if dash else (first, first)
+            if not all(number.isdecimal() and len(number) < 6 for number in numbers) or int(numbers[1]) < int(first):
+                raise problem
+            parts.extend(range(int(first), int(last or first) + 1))
+        value = parts
+    if not isinstance(value, (list, tuple)) or any(
+        not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in value
+    ):
+        raise problem
+    return tuple(sorted(set(value)))
+
+
+def parse_json(text: str, source: str) -> dict:
+    """A JSON object without repeated keys; raises OptionsError, which names `source`, if `text` is none."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, _ in pairs:
+            if sum(key == other for other, _ in pairs) > 1:
+                raise OptionsError(f"{source}: key {key!r} is given twice")
+        return dict(pairs)
+
+    try:
+        values = json.loads(text, object_pairs_hook=unique)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise OptionsError(f"{source}: not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise OptionsError(f'{source}: give a JSON object such as {{"gamma": 0.95}}')
+    return values
