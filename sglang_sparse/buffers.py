@@ -48,7 +48,7 @@ class DecodeBuffers:
         self.block_lists = torch.empty((*rows, blocks), dtype=torch.int32, device=device)
         self.block_counts = torch.zeros(rows, dtype=torch.int32, device=device)
         answered = rows[0] if has_tail else 0
-        self.kept_mask = torch.empty((answered, geometry.kv_heads, blocks), dtype=torch.int32, device=device)
+        self.kept_mask = torch.empty((answered, geometry.kv_heads, blocks), dtype=torch.uint8, device=device)
         self.attention = AttentionWorkspace.create(
             num_programs=None, group_size=geometry.group_size, head_dim=geometry.head_dim, device=device
         )

@@ -151,5 +151,7 @@ class DecodeStep:
             block_size=g.block_size,
             out=out,
             workspace=b.attention,
-            tail=AttentionTail(b.log_mass[rows], b.kept_mask[rows], self.summaries.value_means(layer)) if tail else None,
+            tail=AttentionTail(b.log_mass[rows], b.kept_mask[rows], self.summaries.value_means(layer))
+            if tail
+            else None,
         )

@@ -16,7 +16,7 @@ MAX_STEP_BYTES = 256 << 20
 def step_bytes_per_request(geometry: Geometry, max_pages: int, has_tail: bool) -> int:
     """Bytes of log-masses, scratch and list that one request of `max_pages` pages needs, and with a tail of the mask of
     blocks."""
-    return max_pages * geometry.blocks_per_page * geometry.kv_heads * (geometry.group_size + 2 + has_tail) * 4
+    return max_pages * geometry.blocks_per_page * geometry.kv_heads * ((geometry.group_size + 2) * 4 + has_tail)
 
 
 def requests_per_turn(geometry: Geometry, max_pages: int, max_requests: int, has_tail: bool) -> int:

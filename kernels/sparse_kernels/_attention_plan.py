@@ -29,7 +29,6 @@ from ._checks import (
     check_sizes,
 )
 
-
 PLAN_ROWS = 512
 """Rows whose counts a program loads at once while it looks for its share."""
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from . import _threshold_search as threshold_search
-from ._select_single import select_single
+from ._select_single import select_single, vector_bound
 from .selection_tap import TapPoint
 
 SINGLE_LIMIT = 8192
@@ -130,6 +130,21 @@ def _append(lists, count, kept, blocks):
 
 
 @triton.jit
+def _list_flags(lists, flags, blocks_in_row, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Writes the list of the blocks whose flag, a byte, is not 0; returns their number."""
+    RUN: tl.constexpr = 16
+    runs = tl.arange(0, CHUNK // RUN)
+    blocks = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    kept = tl.load(flags + blocks, mask=blocks < vector_bound(blocks_in_row, ALIGNED), other=0).to(tl.int32)
+    kept = tl.where(blocks < blocks_in_row, kept, 0)
+    in_run = tl.sum(kept, 1)
+    up_to_run = tl.cumsum(in_run, 0)
+    ranks = tl.cumsum(kept, 1) + (up_to_run - in_run)[:, None]
+    tl.store(lists + ranks - 1, blocks, mask=kept != 0)
+    return tl.sum(in_run, 0)
+
+
+@triton.jit
 def _copy_row(
     lists,
     count,
@@ -198,6 +213,7 @@ def _select_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     SINGLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     D: tl.constexpr,
     Q_CHUNK: tl.constexpr,
 ):
@@ -229,12 +245,29 @@ def _select_kernel(
         if SINGLE:
             guess = _first_guess(target, blocks_in_row, BY_COUNT)
             kept = select_single(
-                mass, mass_group_stride, goal.to(tl.int32), guess, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
+                mass,
+                mass_group_stride,
+                goal.to(tl.int32),
+                guess,
+                blocks_in_row,
+                sink,
+                tail,
+                G,
+                EVERY,
+                BY_COUNT,
+                CHUNK,
+                ALIGNED,
             )
             blocks = tl.arange(0, CHUNK)
-            count = _append(lists, count, kept, blocks)
+            # The list's ranks are counted over flags read back as bytes: a thread then holds a run of blocks, which
+            # makes the prefix sum several times as fast.
+            row_flags = patterns.to(tl.pointer_type(tl.uint8))
             if kept_mask is not None:
-                tl.store(row_mask + blocks, kept.to(tl.int32), mask=blocks < blocks_in_row)
+                row_flags = row_mask
+            bound = vector_bound(blocks_in_row, ALIGNED)
+            tl.store(row_flags + blocks, kept.to(tl.uint8), mask=blocks < bound)
+            tl.debug_barrier()
+            count = _list_flags(lists, row_flags, blocks_in_row, CHUNK, ALIGNED)
         else:
             valid = _select_chunked(
                 mass, mass_group_stride, patterns, target, goal, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
@@ -246,13 +279,13 @@ def _select_kernel(
                 kept = inside & (flagged | (blocks < sink) | (blocks >= tail) | (valid == 0))
                 count = _append(lists, count, kept, blocks)
                 if kept_mask is not None:
-                    tl.store(row_mask + blocks, kept.to(tl.int32), mask=inside)
+                    tl.store(row_mask + blocks, kept.to(tl.uint8), mask=inside)
     else:
         for start in range(0, blocks_in_row, CHUNK):
             blocks = start + tl.arange(0, CHUNK)
             tl.store(lists + blocks, blocks, mask=blocks < blocks_in_row)
             if kept_mask is not None:
-                tl.store(row_mask + blocks, tl.full((CHUNK,), 1, tl.int32), mask=blocks < blocks_in_row)
+                tl.store(row_mask + blocks, tl.full((CHUNK,), 1, tl.uint8), mask=blocks < blocks_in_row)
         count = blocks_in_row
     tl.store(block_counts + b * counts_batch_stride + h * counts_head_stride, count)
     if kept_total is not None:
@@ -300,6 +333,8 @@ def launch_select(
         return
     single = capacity <= SINGLE_LIMIT
     chunk = max(128, triton.next_power_of_2(capacity)) if single else CHUNK
+    masks = () if kept_mask is None else kept_mask.stride()[:2]
+    aligned = all(stride % 16 == 0 for stride in (capacity, *log_mass.stride()[:3], *masks))
     head_dim = 1 if tap is None else tap.q.shape[2]
     _select_kernel[(batch * kv_heads,)](
         log_mass,
@@ -335,7 +370,8 @@ def launch_select(
         BLOCK=block_size,
         CHUNK=chunk,
         SINGLE=single,
+        ALIGNED=aligned,
         D=head_dim,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),
-        num_warps=min(16, max(1, chunk // 512)),
+        num_warps=min(16, max(1, chunk // 1024)),
     )

@@ -15,6 +15,9 @@ from ._selection import MASS_BITS
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _MASS_UNIT = tl.constexpr(float(2**MASS_BITS))
 _LOG2_E = score_tile.LOG2_E
+_FORCED = tl.constexpr(0x7FFFFFFF)
+_TWO = tl.constexpr(0x40000000)
+"""The bit pattern of 2.0, above that of any share."""
 
 
 @triton.jit
@@ -58,8 +61,20 @@ def _max4(x0, x1, x2, x3):
 
 
 @triton.jit
-def _load(log_mass, group_stride, head, blocks, inside, G: tl.constexpr):
-    return tl.load(log_mass + head * group_stride + blocks, mask=inside & (head < G), other=float("-inf"))
+def vector_bound(blocks_in_row, ALIGNED: tl.constexpr):
+    """The row's length for masks: a multiple of 16 where rows have room for it, which lets vector accesses through."""
+    if ALIGNED:
+        return tl.multiple_of((blocks_in_row + 15) // 16 * 16, 16)
+    else:
+        return blocks_in_row
+
+
+@triton.jit
+def _load(log_mass, group_stride, head, blocks, blocks_in_row, G: tl.constexpr, ALIGNED: tl.constexpr):
+    """Log masses of a head's blocks, -inf beyond the row, and for heads beyond the group."""
+    mask = (blocks < vector_bound(blocks_in_row, ALIGNED)) & (head < G)
+    row = tl.load(log_mass + head * group_stride + blocks, mask=mask, other=float("-inf"))
+    return tl.where(blocks < blocks_in_row, row, float("-inf")) if ALIGNED else row
 
 
 @triton.jit
@@ -76,22 +91,24 @@ def _factor(total, head, G: tl.constexpr):
 
 
 @triton.jit
-def mean_shares(log_mass, group_stride, blocks, inside, G: tl.constexpr, CHUNK: tl.constexpr):
+def mean_shares(
+    log_mass, group_stride, blocks, blocks_in_row, G: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Mean share of each block over the group's heads, `[CHUNK]`; False where some head has no shares, because there is
     NaN or +inf, or nothing but -inf. The shares are zeros then."""
     shares = tl.zeros((CHUNK,), tl.float32)
     valid = tl.full((), 1, tl.int1)
     if G == 1:
-        row = _load(log_mass, group_stride, 0, blocks, inside, G)
+        row = _load(log_mass, group_stride, 0, blocks, blocks_in_row, G, ALIGNED)
         mass = _mass(row, tl.max(row, 0))
         factor, valid = _factor(tl.sum(mass, 0), 0, G)
         shares = mass * factor
     else:
         for head in tl.static_range(0, G, 4):
-            row0 = _load(log_mass, group_stride, head, blocks, inside, G)
-            row1 = _load(log_mass, group_stride, head + 1, blocks, inside, G)
-            row2 = _load(log_mass, group_stride, head + 2, blocks, inside, G)
-            row3 = _load(log_mass, group_stride, head + 3, blocks, inside, G)
+            row0 = _load(log_mass, group_stride, head, blocks, blocks_in_row, G, ALIGNED)
+            row1 = _load(log_mass, group_stride, head + 1, blocks, blocks_in_row, G, ALIGNED)
+            row2 = _load(log_mass, group_stride, head + 2, blocks, blocks_in_row, G, ALIGNED)
+            row3 = _load(log_mass, group_stride, head + 3, blocks, blocks_in_row, G, ALIGNED)
             max0, max1, max2, max3 = _max4(row0, row1, row2, row3)
             row0 = _mass(row0, max0)
             row1 = _mass(row1, max1)
@@ -121,7 +138,7 @@ def _reached(keys, weights, first, second, BY_COUNT: tl.constexpr):
 
 
 @triton.jit
-def _two_between(low, high, low_sum, high_sum, count, missing):
+def _two_between(low, high, low_sum, high_sum, count, goal):
     """Two thresholds inside `(low, high)`, of which the goal is hoped to lie between.
 
     Over more than an octave they are the bracket's thirds. In less, shares are spread about evenly, and the goal's
@@ -129,7 +146,7 @@ def _two_between(low, high, low_sum, high_sum, count, missing):
     """
     span = (high - low).to(tl.float32)
     wide = high - low > (1 << 23)
-    place = (low_sum - missing).to(tl.float32) / tl.maximum(low_sum - high_sum, 1).to(tl.float32)
+    place = (low_sum - goal).to(tl.float32) / tl.maximum(low_sum - high_sum, 1).to(tl.float32)
     place = tl.where(wide, 0.5, place)
     reach = tl.where(wide, 1.0 / 6, tl.minimum(1.0 / 6, 1.0 / tl.sqrt(count.to(tl.float32))))
     first = low + (span * tl.maximum(place - reach, 0.0)).to(tl.int32)
@@ -139,46 +156,42 @@ def _two_between(low, high, low_sum, high_sum, count, missing):
 
 
 @triton.jit
-def smallest_set(shares, forced, free, goal, guess, BY_COUNT: tl.constexpr):
-    """The free blocks that a row keeps, `[CHUNK]`: the fewest of largest share, the lower index first among equals,
-    whose weights reach `goal` together with those of the forced blocks; all if they do not.
+def smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, BY_COUNT: tl.constexpr):
+    """The blocks that a row keeps, `[CHUNK]`: the forced ones, and of the free ones, `[sink, tail)`, the fewest of
+    largest share, the lower index first among equals, with which the weights reach `goal`; all if they do not, and
+    where shares are not `valid`.
 
-    `forced` and `free` are the two kinds of blocks of the row; `guess` is the first threshold to test, of which a good
-    one saves steps.
+    `guess` is the first threshold to test; a good one saves steps.
     """
-    patterns = shares.to(tl.int32, bitcast=True)
-    keys = tl.where(free, patterns, -1)
-    if BY_COUNT:
-        weights = tl.full(patterns.shape, 1, tl.int32)
-    else:
-        weights = (shares * _MASS_UNIT).to(tl.int32)
-    forced_sum, low_sum = _sum2(tl.where(forced, weights, 0), tl.where(free, weights, 0))
-    missing = goal - forced_sum
-    highest, low_count = tl.max(keys, 0), tl.sum(free.to(tl.int32), 0)
+    # Forced blocks count as larger than any share.
+    inside = blocks < blocks_in_row
+    keys = tl.where((blocks >= sink) & (blocks < tail), shares.to(tl.int32, bitcast=True), _FORCED)
+    keys = tl.where(inside, keys, -1)
+    weights = inside.to(tl.int32) if BY_COUNT else (shares * _MASS_UNIT).to(tl.int32)
     low = tl.zeros((), tl.int32)
-    high = highest + 1
-    high_sum = tl.zeros((), tl.int32)
-    high_count = tl.zeros((), tl.int32)
-    searching = (missing > 0) & (low_sum >= missing)
+    high = tl.full((), _TWO, tl.int32)
+    low_sum, low_count, high_sum, high_count = _reached(keys, weights, low, high, BY_COUNT)
+    searching = (high_sum < goal) & (low_sum >= goal) & valid
+    # Forced blocks alone may do; where nothing does, `low` is 0 and keeps all.
+    low = tl.where((high_sum >= goal) & valid, high, low)
     first = tl.minimum(tl.maximum(guess, low + 1), high - 1)
     second = first + (high - first) // 2
-    # Invariant while searching: the weights from `low` reach `missing`, those from `high` do not.
+    # Invariant while searching: the weights from `low` reach the goal, those from `high` do not.
     while searching & (high - low > 1) & (low_count - high_count > 1):
         first_sum, first_count, second_sum, second_count = _reached(keys, weights, first, second, BY_COUNT)
-        above_first, above_second = first_sum >= missing, second_sum >= missing
-        if above_second:
+        if second_sum >= goal:
             low, low_sum, low_count = second, second_sum, second_count
-        elif above_first:
+        elif first_sum >= goal:
             low, low_sum, low_count = first, first_sum, first_count
             high, high_sum, high_count = second, second_sum, second_count
         else:
             high, high_sum, high_count = first, first_sum, first_count
-        first, second = _two_between(low, high, low_sum, high_sum, low_count - high_count, missing)
+        first, second = _two_between(low, high, low_sum, high_sum, low_count - high_count, goal)
     # The keys in [low, high) are equal, or one: as many of them as it takes.
     equal = low_count - high_count
     each = tl.maximum((low_sum - high_sum) // tl.maximum(equal, 1), 1)
-    ties = (missing - high_sum + each - 1) // each
-    kept = free & (missing > 0) & (keys >= low)
+    ties = (goal - high_sum + each - 1) // each
+    kept = (keys >= low) & inside
     if searching & (equal > ties):
         tied = kept & (keys < high)
         kept = (kept & (keys >= high)) | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= ties))
@@ -198,19 +211,17 @@ def select_single(
     EVERY: tl.constexpr,
     BY_COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Which blocks a row keeps, `[CHUNK]`, for rows of at most CHUNK blocks; `[sink, tail)` are the free ones."""
     blocks = tl.arange(0, CHUNK)
-    inside = blocks < blocks_in_row
-    free = (blocks >= sink) & (blocks < tail)
-    forced = inside & ((blocks < sink) | (blocks >= tail))
     if EVERY:
-        kept = forced
+        kept = (blocks < blocks_in_row) & ((blocks < sink) | (blocks >= tail))
         for head in range(G):
-            shares, valid = mean_shares(log_mass + head * group_stride, group_stride, blocks, inside, 1, CHUNK)
-            kept = kept | smallest_set(shares, forced, free, goal, guess, BY_COUNT) | (inside & (not valid))
+            row = log_mass + head * group_stride
+            shares, valid = mean_shares(row, group_stride, blocks, blocks_in_row, 1, CHUNK, ALIGNED)
+            kept = kept | smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, BY_COUNT)
         return kept
     else:
-        shares, valid = mean_shares(log_mass, group_stride, blocks, inside, G, CHUNK)
-        kept = smallest_set(shares, forced, free, goal, guess, BY_COUNT)
-        return kept | forced | (inside & (not valid))
+        shares, valid = mean_shares(log_mass, group_stride, blocks, blocks_in_row, G, CHUNK, ALIGNED)
+        return smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, BY_COUNT)

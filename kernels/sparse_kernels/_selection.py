@@ -11,7 +11,7 @@ GROUPS = ("average", "every")
 
 MASS_BITS = 30
 """Masses are summed as integers in units of `2**-MASS_BITS`: exact, so that neither order nor device changes a set, and
-small enough for 32 bits. Rounding takes less than a unit a block, which is below 0.0001 of the mass for 100,000 blocks."""
+small enough for 32 bits. Rounding takes less than a unit a block: below 0.0001 of the mass for 100,000 blocks."""
 
 COUNT_SHIFT = 44
 """Kernels pack a count of blocks from this bit on and their mass, which is at most 1 and rounding, below it."""
@@ -67,7 +67,7 @@ def check_rule(
         check_dtype("kept_total", kept_total, torch.int64)
     if kept_mask is not None:
         check_shape("kept_mask", kept_mask, batch, kv_heads, capacity)
-        check_dtype("kept_mask", kept_mask, torch.int32)
+        check_dtype("kept_mask", kept_mask, torch.uint8)
         check_inner_contiguous("kept_mask", kept_mask)
     if tap is not None:
         tap.check(log_mass)

@@ -33,7 +33,7 @@ class AttentionTail:
     Attributes:
         log_mass: `[B, Hkv, G, N]` fp32, `G` in 1..16; last dimension contiguous. Neither NaN nor +inf in rows that
             leave blocks out, which the rules see to.
-        kept_mask: `[>=B, Hkv, N]` int32: whether a block is listed, as the rules write it; last dimension contiguous.
+        kept_mask: `[>=B, Hkv, N]` uint8: whether a block is listed, as the rules write it; last dimension contiguous.
         value_means: `[P, Hkv, C, D]` in the pool's dtype, contiguous: mean values of the `C` cells of each closed page.
     """
 
@@ -49,7 +49,7 @@ class AttentionTail:
         check_inner_contiguous("tail.log_mass", self.log_mass)
         check_rows("tail.kept_mask", self.kept_mask, batch, ndim=3)
         check_shape("tail.kept_mask", self.kept_mask, None, kv_heads, self.log_mass.shape[3])
-        check_dtype("tail.kept_mask", self.kept_mask, torch.int32)
+        check_dtype("tail.kept_mask", self.kept_mask, torch.uint8)
         check_inner_contiguous("tail.kept_mask", self.kept_mask)
         check_shape("tail.value_means", self.value_means, None, kv_heads, None, head_dim)
         check_dtype("tail.value_means", self.value_means, out.dtype)

@@ -132,7 +132,8 @@ def coverage_rule(
         block_counts: `[B, Hkv]` int32, output: lengths of the lists.
         scratch: `[B, Hkv, N]` fp32; its content on return is undefined.
         kept_total: `[Hkv]` int64, increased by the counts; optional.
-        kept_mask: `[B, Hkv, N]` int32, output: 1 for the blocks of a row that are listed, 0 for its others; optional.
+        kept_mask: `[B, Hkv, N]` uint8, output: 1 for the blocks of a row that are listed, 0 for its others; beyond the
+            row, up to 15 entries may become 0. Optional.
         tap: gets a copy of one request's lists, counts and queries if its target names this call; optional.
         impl: `auto`, `triton` or `torch`.
 

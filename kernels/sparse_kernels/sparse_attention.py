@@ -10,7 +10,6 @@ from . import _attention_plan as plan
 from . import attention_tail
 from ._attention_plan import AttentionWorkspace, check_attention
 from ._dispatch import use_triton
-
 from .attention_tail import AttentionTail, add_tail_reference
 from .combine import LN_2, LOG2_E, combine
 
@@ -93,7 +92,8 @@ def sparse_attention_reference(
         if lse is not None:
             lse[b] = scores.logsumexp(-1).flatten()
     if tail is not None:
-        assert block_counts is not None and lse is not None
+        assert block_counts is not None
+        assert lse is not None
         sizes = {"page_size": page_size, "block_size": block_size}
         add_tail_reference(tail, page_table, seq_lens, block_counts, **sizes, out=out, lse=lse)
 

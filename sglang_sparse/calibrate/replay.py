@@ -221,7 +221,7 @@ class _ForcedStep:
         self._scratch = torch.empty(shape, device=device)
         self._lists = torch.empty(shape, dtype=torch.int32, device=device)
         self._counts = torch.empty(shape[:2], dtype=torch.int32, device=device)
-        self._kept_mask = torch.empty(shape, dtype=torch.int32, device=device)
+        self._kept_mask = torch.empty(shape, dtype=torch.uint8, device=device)
         self._tail = MeanTail(g) if setting.uses_served_tail else None
         self._kept_total = torch.zeros(g.kv_heads, dtype=torch.int64, device=device)
         self._row_blocks = -(-self._seq_lens // g.block_size)

@@ -1,7 +1,9 @@
-"""Tail attention against a brute force in float64, over random ragged batches in which all else is poisoned."""
+"""Sparse attention with a tail against a brute force in float64, over ragged batches in which all else is poisoned."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from factories import DEVICE, DTYPES, PagedCase, make_paged_case, poisoned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sparse_kernels import AttentionWorkspace, block_statistics, coverage_rule, sparse_attention, tail_attention
+from sparse_kernels import AttentionTail, AttentionWorkspace, block_statistics, coverage_rule, sparse_attention
 from sparse_kernels import _attention_plan as plan
 
 NATIVE = DEVICE == "cuda"
@@ -18,67 +20,70 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 @dataclass
 class TailCase:
-    """A batch whose rows were attended to; what `tail_attention` takes, and the attention before it."""
+    """A batch, the lists of its rows, and the tail that stands for the rest."""
 
     paged: PagedCase
-    log_mass: torch.Tensor
+    lists: torch.Tensor
     counts: torch.Tensor
-    kept: torch.Tensor
-    means: torch.Tensor
-    lse: torch.Tensor
-    attended: torch.Tensor
+    tail: AttentionTail
 
     def leaves_out(self, b: int, h: int) -> bool:
         return int(self.counts[b, h]) < self.paged.blocks(b)
 
-    def left_out(self, b: int, h: int) -> list[int]:
-        return [j for j in range(self.paged.blocks(b)) if not self.kept[b, h, j]] if self.leaves_out(b, h) else []
-
-    def run(self, impl: str, num_programs: int | None = 3, out: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, impl: str, num_programs: int | None = 3, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
         p = self.paged
         workspace = AttentionWorkspace.create(num_programs, p.group_size, p.head_dim, DEVICE)
         for tensor in (workspace.partial_out, workspace.partial_max, workspace.partial_sum):
             tensor.fill_(float("nan"))
-        out = self.attended.clone() if out is None else out
-        tail_attention(
-            self.log_mass,
-            p.seq_lens,
-            self.counts,
-            self.kept,
-            self.means,
+        out = poisoned(*p.q.shape, dtype=p.q.dtype) if out is None else out
+        sparse_attention(
+            p.q,
+            p.k_pool,
+            p.v_pool,
             p.page_table,
-            self.lse,
+            p.seq_lens,
+            self.lists,
+            self.counts,
+            scale=p.scale,
             page_size=p.page_size,
             block_size=p.block_size,
             out=out,
             workspace=workspace,
+            tail=self.tail,
+            lse=lse,
             impl=impl,
         )
         return out
 
-    def expected(self) -> torch.Tensor:
-        """The definition, block by block."""
-        p = self.paged
-        cell = p.page_size // self.means.shape[2]
-        out = self.attended.double()
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The definition, block by block: output and log-sum-exp, float64."""
+        p, tail = self.paged, self.tail
+        cell = p.page_size // tail.value_means.shape[2]
+        out = torch.zeros(p.q.shape, dtype=torch.float64, device=DEVICE)
+        lse = torch.full(p.q.shape[:2], float("-inf"), dtype=torch.float64, device=DEVICE)
         for b in range(p.batch):
-            for head in range(p.q.shape[1]):
+            keys, all_values = p.keys(b).double(), p.values(b).double()
+            for head in range(p.q.shape[1] if p.lengths[b] else 0):
                 h, g = divmod(head, p.group_size)
-                blocks = self.left_out(b, h)
-                masses = [self.log_mass[b, h, g, j].double() for j in blocks]
-                if not blocks or max(masses) == float("-inf"):
-                    continue
-                highest = max([self.lse[b, head].double(), *masses])
-                total = (self.lse[b, head].double() - highest).exp()
-                acc = total * out[b, head]
-                for j, mass in zip(blocks, masses, strict=True):
+                scores, values = [], []
+                for j in self.lists[b, h, : int(self.counts[b, h])].tolist():
+                    block = slice(j * p.block_size, min((j + 1) * p.block_size, p.lengths[b]))
+                    scores.append(keys[block, h] @ p.q[b, head].double() * p.scale)
+                    values.append(all_values[block, h])
+                left_out = [j for j in range(p.blocks(b)) if not tail.kept_mask[b, h, j]]
+                for j in left_out if self.leaves_out(b, h) else []:
                     token = j * p.block_size
                     page = int(p.page_table[b, token // p.page_size])
-                    weight = (mass - highest).exp()
-                    acc = acc + weight * self.means[page, h, token % p.page_size // cell].double()
-                    total = total + weight
-                out[b, head] = acc / total
-        return out
+                    scores.append(tail.log_mass[b, h, g, j].double()[None])
+                    values.append(tail.value_means[page, h, token % p.page_size // cell].double()[None])
+                if not scores or torch.cat(scores).max() == float("-inf"):
+                    continue
+                joined = torch.cat(scores)
+                out[b, head] = joined.softmax(0) @ torch.cat(values)
+                lse[b, head] = joined.logsumexp(0)
+        return out, lse
 
 
 def make_tail_case(
@@ -100,7 +105,7 @@ def make_tail_case(
     rng = torch.Generator().manual_seed(seed + 1)
     rows = (paged.batch, paged.num_kv_heads)
     log_mass = torch.full((*rows, paged.group_size, paged.capacity), float("nan"))
-    mask = torch.full((*rows, paged.capacity), -1515870811, dtype=torch.int32)
+    mask = torch.full((*rows, paged.capacity), 0xA5, dtype=torch.uint8)
     counts = torch.full(rows, 10**6, dtype=torch.int32)
     for b, length in enumerate(lengths):
         n = paged.blocks(b)
@@ -114,38 +119,31 @@ def make_tail_case(
                 masses = torch.randn(paged.group_size, closed, generator=rng) * spread
                 masses[torch.rand(masses.shape, generator=rng) < infinite] = float("-inf")
                 log_mass[b, h, :, :closed] = masses
-                mask[b, h, :n] = chosen.to(torch.int32)
+                mask[b, h, :n] = chosen.to(torch.uint8)
             counts[b, h] = int(chosen.sum())
+    lists = torch.full((*rows, paged.capacity), poisoned(1, dtype=torch.int32, device="cpu").item(), dtype=torch.int32)
+    for b, h in itertools.product(range(rows[0]), range(rows[1])):
+        n = paged.blocks(b)
+        left_out = int(counts[b, h]) < n
+        chosen_blocks = mask[b, h, :n].nonzero().flatten() if left_out else torch.arange(n)
+        lists[b, h, : len(chosen_blocks)] = chosen_blocks.to(torch.int32)
     shape_of_means = (paged.num_pages, paged.num_kv_heads, cells, paged.head_dim)
     means = poisoned(*shape_of_means, dtype=paged.q.dtype)
     pages = paged.closed_pages().long()
     means[pages] = torch.randn(len(pages), *shape_of_means[1:], generator=rng).to(paged.q.dtype).to(DEVICE)
-    attended = torch.randn(paged.q.shape, generator=rng).to(paged.q.dtype)
-    lse = torch.randn(paged.q.shape[:2], generator=rng) * spread
-    for b, length in enumerate(lengths):
-        for h in range(rows[1]):
-            heads = slice(h * paged.group_size, (h + 1) * paged.group_size)
-            if counts[b, h] >= paged.blocks(b):
-                lse[b, heads] = float("nan")
-        if length == 0:
-            attended[b] = 0
-    return TailCase(
-        paged, log_mass.to(DEVICE), counts.to(DEVICE), mask.to(DEVICE), means, lse.to(DEVICE), attended.to(DEVICE)
-    )
+    tail = AttentionTail(log_mass.to(DEVICE), mask.to(DEVICE), means)
+    return TailCase(paged, lists.to(DEVICE), counts.to(DEVICE), tail)
 
 
 def check(case: TailCase, num_programs: int | None = 3) -> None:
-    expected = case.expected()
+    expected, expected_lse = case.expected()
     for impl in ("torch", "triton"):
-        out = case.run(impl, num_programs)
+        lse = poisoned(*case.paged.q.shape[:2])
+        out = case.run(impl, num_programs, lse=lse)
         tolerance = TOLERANCE[out.dtype]
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4, msg=lambda m: f"{impl}: {m}")  # noqa: B023
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{impl}: {m}")  # noqa: B023
-        p = case.paged
-        for b in range(p.batch):
-            for h in range(p.num_kv_heads):
-                heads = slice(h * p.group_size, (h + 1) * p.group_size)
-                if not case.leaves_out(b, h):
-                    assert torch.equal(out[b, heads], case.attended[b, heads]), "a row that keeps all was changed"
+        torch.testing.assert_close(case.run(impl, num_programs), out, rtol=0, atol=0)
 
 
 # lengths, KV heads, G, D, page, block, cells a page, programs
@@ -184,7 +182,7 @@ def test_matches_brute_force(lengths, heads, group, dim, page, block, cells, pro
     check(case, programs)
 
 
-def test_rows_that_keep_all_are_unchanged_among_others():
+def test_rows_that_keep_all_have_no_tail():
     check(make_tail_case([300, 0, 300], num_kv_heads=3, page_size=32, keeps_all=(0, 2, 7)))
     case = make_tail_case([300, 40, 5], num_kv_heads=2, page_size=32, kept=1.0)
     assert not any(case.leaves_out(b, h) for b in range(3) for h in range(2))
@@ -193,9 +191,12 @@ def test_rows_that_keep_all_are_unchanged_among_others():
 
 def test_blocks_without_mass_add_nothing():
     case = make_tail_case([600, 90], page_size=32, infinite=1.0)
+    check(case, 1)
+    check(case, 5)
     for impl in ("torch", "triton"):
-        for programs in (1, 5):
-            assert torch.equal(case.run(impl, programs), case.attended)
+        with_tail = case.run(impl)
+        dropped = dataclasses.replace(case, tail=None).run(impl)
+        torch.testing.assert_close(with_tail, dropped, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("spread", [0.0, 30.0, 1e4])
@@ -203,11 +204,9 @@ def test_equal_and_very_different_masses(spread):
     check(make_tail_case([2000, 130], page_size=32, spread=spread, infinite=0.0), 5)
 
 
-def test_nothing_read_leaves_the_tail_alone():
-    """A row of which no block is listed gets its tail, whatever `out` held by contract: zeros."""
+def test_nothing_listed_leaves_the_tail_alone():
     case = make_tail_case([2048], page_size=32, kept=0.0, infinite=0.0)
-    case.lse.fill_(float("-inf"))
-    case.attended.zero_()
+    assert not case.counts.any()
     check(case, 1)
     check(case, 4)
 
@@ -219,15 +218,15 @@ def test_more_rows_than_one_load_takes(monkeypatch):
 
 def test_strided_outputs_and_longer_buffers():
     case = make_tail_case([500, 0, 77], page_size=32)
-    wide = poisoned(3, case.attended.shape[1], 2 * case.attended.shape[2], dtype=case.attended.dtype)
-    out = wide[:, :, : case.attended.shape[2]]
-    out.copy_(case.attended)
+    heads, dim = case.paged.q.shape[1:]
+    wide = poisoned(3, heads, 2 * dim)
+    out = wide[:, :, :dim]
     longer = poisoned(5, *case.counts.shape[1:], dtype=torch.int32)
     longer[:3] = case.counts
     case.counts = longer
     case.run("triton", out=out)
-    torch.testing.assert_close(out.double(), case.expected(), rtol=2e-5, atol=2e-5)
-    assert wide[:, :, case.attended.shape[2] :].isnan().all()
+    torch.testing.assert_close(out.double(), case.expected()[0], rtol=2e-5, atol=2e-5)
+    assert wide[:, :, dim:].isnan().all()
 
 
 @settings(max_examples=60 if NATIVE else 10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -273,7 +272,7 @@ def test_exact_masses_and_constant_values_give_dense_attention(impl):
                 scores[b, h, head % 2, j] = row[j * 8 : j * 8 + 8].logsumexp(0)
     lists = poisoned(4, 2, case.capacity, dtype=torch.int32)
     counts = poisoned(4, 2, dtype=torch.int32)
-    kept = poisoned(4, 2, case.capacity, dtype=torch.int32)
+    kept = poisoned(4, 2, case.capacity, dtype=torch.uint8)
     sizes = {"page_size": 32, "block_size": 8}
     coverage_rule(
         scores,
@@ -301,110 +300,67 @@ def test_exact_masses_and_constant_values_give_dense_attention(impl):
         out=means[:, :, :, None],
         impl=impl,
     )
-    out, lse = poisoned(*case.q.shape), poisoned(*case.q.shape[:2])
-    workspace = AttentionWorkspace.create(3, 2, 64, DEVICE)
-    sparse_attention(
-        case.q,
-        case.k_pool,
-        case.v_pool,
-        case.page_table,
-        case.seq_lens,
-        lists,
-        counts,
-        scale=case.scale,
-        **sizes,
-        out=out,
-        workspace=workspace,
-        lse=lse,
-        impl=impl,
-    )
-    assert (out[0].double() - dense[0]).abs().max() > 1e-2
-    tail_attention(
-        scores,
-        case.seq_lens,
-        counts,
-        kept,
-        means,
-        case.page_table,
-        lse,
-        **sizes,
-        out=out,
-        workspace=workspace,
-        impl=impl,
-    )
-    torch.testing.assert_close(out.double(), dense, rtol=1e-4, atol=1e-4)
+
+    def attend(tail: AttentionTail | None) -> torch.Tensor:
+        out = poisoned(*case.q.shape)
+        sparse_attention(
+            case.q,
+            case.k_pool,
+            case.v_pool,
+            case.page_table,
+            case.seq_lens,
+            lists,
+            counts,
+            scale=case.scale,
+            **sizes,
+            out=out,
+            workspace=AttentionWorkspace.create(3, 2, 64, DEVICE),
+            tail=tail,
+            impl=impl,
+        )
+        return out
+
+    assert (attend(None)[0].double() - dense[0]).abs().max() > 1e-2
+    torch.testing.assert_close(attend(AttentionTail(scores, kept, means)).double(), dense, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
 def test_replays_follow_the_counts():
     """A captured call: what rows leave out is read on the device."""
     case = make_tail_case([3000, 5000], page_size=64, block_size=16, num_kv_heads=4)
-    all_kept = case.counts.clone()
+    lists, counts = case.lists.clone(), case.counts.clone()
     for b in range(2):
-        all_kept[b] = case.paged.blocks(b)
-    counts, case.counts = case.counts, all_kept.clone()
-    workspace = AttentionWorkspace.create(None, case.paged.group_size, case.paged.head_dim, DEVICE)
-    out = case.attended.clone()
-
-    def call() -> None:
-        tail_attention(
-            case.log_mass,
-            case.paged.seq_lens,
-            case.counts,
-            case.kept,
-            case.means,
-            case.paged.page_table,
-            case.lse,
-            page_size=64,
-            block_size=16,
-            out=out,
-            workspace=workspace,
-        )
-
-    call()
+        case.counts[b] = case.paged.blocks(b)
+        case.lists[b, :, : case.paged.blocks(b)] = torch.arange(case.paged.blocks(b), dtype=torch.int32, device=DEVICE)
+    everything = case.expected()[0]
+    out = poisoned(*case.paged.q.shape)
+    case.run("auto", None, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        case.run("auto", None, out=out)
     graph.replay()
-    assert torch.equal(out, case.attended)
+    torch.testing.assert_close(out.double(), everything, rtol=2e-5, atol=2e-5)
+    case.lists.copy_(lists)
     case.counts.copy_(counts)
     graph.replay()
-    torch.testing.assert_close(out.double(), case.expected(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out.double(), case.expected()[0], rtol=2e-5, atol=2e-5)
 
 
 def test_errors_name_the_argument():
-    def call(name: str, value: object) -> None:
-        case = make_tail_case([100, 40], page_size=32, block_size=16)
-        arguments = {
-            "log_mass": case.log_mass,
-            "seq_lens": case.paged.seq_lens,
-            "block_counts": case.counts,
-            "kept_mask": case.kept,
-            "value_means": case.means,
-            "page_table": case.paged.page_table,
-            "lse": case.lse,
-            "out": case.attended.clone(),
-            "workspace": AttentionWorkspace.create(2, 2, 64, DEVICE),
-            "page_size": 32,
-            "block_size": 16,
-        }
-        change = value(arguments[name]) if callable(value) else value
-        tail_attention(**{**arguments, name: change})
-
-    for name, value in [
-        ("log_mass", lambda t: t.half()),
-        ("seq_lens", lambda t: t[:1]),
-        ("block_counts", lambda t: t[:, :1]),
-        ("kept_mask", lambda t: t.int()),
-        ("value_means", lambda t: t.half()),
-        ("value_means", lambda t: t.repeat(1, 1, 4, 1)),
-        ("page_table", lambda t: t.long()),
-        ("lse", lambda t: t[:, :1]),
-        ("out", lambda t: t[:1]),
-        ("workspace", lambda t: AttentionWorkspace.create(2, 3, 64, DEVICE)),
-        ("page_size", 48),
-        ("block_size", 12),
+    case = make_tail_case([100, 40], page_size=32, block_size=16)
+    tail = case.tail
+    for change, message in [
+        ({"log_mass": tail.log_mass.half()}, "tail.log_mass has dtype"),
+        ({"log_mass": tail.log_mass[:, :1]}, "tail.log_mass has shape"),
+        ({"kept_mask": tail.kept_mask.int()}, "tail.kept_mask has dtype"),
+        ({"kept_mask": tail.kept_mask[:, :, :-1]}, "tail.kept_mask has shape"),
+        ({"value_means": tail.value_means.half()}, "tail.value_means has dtype"),
+        ({"value_means": tail.value_means[:, :1]}, "tail.value_means has shape"),
+        ({"value_means": tail.value_means.expand(-1, -1, 3, -1).contiguous()}, "cells a page in tail.value_means is 3"),
     ]:
-        with pytest.raises(ValueError, match=name):
-            call(name, value)
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(case, tail=dataclasses.replace(tail, **change)).run("triton")
+    case.lists = case.counts = None
+    with pytest.raises(ValueError, match="tail is given without block_lists"):
+        case.run("triton")

@@ -325,13 +325,26 @@ def _share_kernel(
     num_programs,
     num_kv_heads,
     BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     program = tl.program_id(0)
     begin, end, row, before = plan.program_share(
-        program, num_programs, num_rows, num_kv_heads, seq_lens, counts, BLOCK_SIZE, TILE, HAS_LISTS, ROWS
+        program,
+        num_programs,
+        num_rows,
+        num_kv_heads,
+        seq_lens,
+        counts,
+        BLOCK_SIZE,
+        PAGE_SIZE,
+        TILE,
+        TAIL_TILE,
+        HAS_LISTS,
+        ROWS,
     )
     tl.store(out + program * 4, begin)
     tl.store(out + program * 4 + 1, end)
@@ -340,15 +353,16 @@ def _share_kernel(
 
 
 @pytest.mark.parametrize(("batch", "longest", "programs"), [(700, 300, 7), (700, 20, 3), (9, 100, 64), (5, 0, 2)])
-@pytest.mark.parametrize("has_lists", [True, False])
-def test_plan_covers_all_tiles_in_equal_shares(batch, longest, programs, has_lists):
+@pytest.mark.parametrize(("has_lists", "tail_tile"), [(True, 0), (True, 32), (False, 0)])
+def test_plan_covers_all_tiles_in_equal_shares(batch, longest, programs, has_lists, tail_tile):
     """Against a plain walk over the tiles: more rows than one load takes, empty rows, fewer tiles than programs."""
     rng = torch.Generator().manual_seed(batch + longest)
     seq_lens = torch.randint(0, longest + 1, (batch,), generator=rng, dtype=torch.int32)
     seq_lens[torch.rand(batch, generator=rng) < 0.3] = 0
     counts = torch.randint(0, longest // 8 + 2, (batch, 3), generator=rng, dtype=torch.int32)
     counts[torch.rand(batch, 3, generator=rng) < 0.3] = 0
-    tiles = plan.tiles_per_row(seq_lens, counts if has_lists else None, 3, block_size=8, tile=64)
+    sizes = {"block_size": 8, "page_size": 16, "tile": 64, "tail_tile": tail_tile}
+    tiles = plan.tiles_per_row(seq_lens, counts if has_lists else None, 3, **sizes)
     rows_of_tiles = [row for row, n in enumerate(tiles) for _ in range(n)]
     shares = poisoned(programs, 4, dtype=torch.int32)
     _share_kernel[(programs,)](
@@ -359,7 +373,9 @@ def test_plan_covers_all_tiles_in_equal_shares(batch, longest, programs, has_lis
         programs,
         3,
         BLOCK_SIZE=8,
+        PAGE_SIZE=16,
         TILE=64,
+        TAIL_TILE=tail_tile,
         HAS_LISTS=has_lists,
         ROWS=plan.PLAN_ROWS,
     )
