@@ -69,6 +69,13 @@ def _split_subs(folded, SUBS: tl.constexpr):
 
 
 @triton.constexpr_function
+def _word_asm(sub: int) -> str:
+    """PTX that leaves one of the four codes in each of two words, the odd sub-ranges' times 16."""
+    shift, mask = 8 * (sub // 2), 0x000F000F << 4 * (sub % 2)
+    return f"{{ .reg .b32 t; shr.b32 t, $1, {shift}; and.b32 $0, t, 0x{mask:08x}; }}"
+
+
+@triton.constexpr_function
 def _unpack_asm(bits: int, sub: int) -> str:
     """PTX that turns four packed bytes into the bfloat16 of `128 + factor * code` of sub-range `sub`; see `_levels`.
 
@@ -76,10 +83,7 @@ def _unpack_asm(bits: int, sub: int) -> str:
     its byte; byte permutes put 0x43 above it. Each of the four stays in its place: which elements share a register is
     the compiler's choice.
     """
-    if bits == 4:
-        mask, shift = (0x0F, 0) if sub == 0 else (0x78, 1)
-    else:
-        mask, shift = (0x30, 2) if sub == 3 else (3 << 2 * sub, 0)
+    mask, shift = (0x30, 2) if sub == 3 else (3 << 2 * sub, 0)
     asm = f"shr.b32 t, $2, {shift}; and.b32 t, t, 0x{mask * 0x01010101:08x}; "
     if bits == 3:
         mask, left = (0x40, 0) if sub == 3 else (4 << 2 * sub, 2)
@@ -107,13 +111,17 @@ def _high_plane(high, columns, BYTES: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _levels(codes, high, S: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
-    """Sub-range S of the codes of packed bytes: `FACTOR * code`, fp32, or `128 + FACTOR * code` as bfloat16 when HALF.
+    """Sub-range S of packed codes, times a power of two.
 
-    Masking a field where it lies multiplies its code by a power of two, the factor. `0x4300 | x` is the bfloat16 of
-    `128 + x` for `x < 128`: no conversion instruction, which would cost more than the load. Fields above bit 6 are
-    shifted down first.
+    Masking a field where it lies multiplies its code by a power of two, the factor; fields above bit 6 are shifted down
+    first. fp32: `factor * code`. HALF: no conversion instruction, which would cost more than the load. Of four bits,
+    which come in words of 16, the masked word is the subnormal float16 `2**-24 * factor * code`, which tensor cores
+    multiply exactly. Of two and three, which come in bytes, `0x4300 | x` is the bfloat16 of `128 + x` for `x < 128`.
     """
-    if HALF:
+    if BITS == 4 and HALF:
+        WORD_ASM: tl.constexpr = _word_asm(S)
+        levels = tl.inline_asm_elementwise(WORD_ASM, "=r,r", [codes], tl.float16, is_pure=True, pack=2)
+    elif HALF:
         ASM: tl.constexpr = _unpack_asm(BITS, S)
         levels = tl.inline_asm_elementwise(ASM, "=&r,=&r,r,r", [codes, high], tl.bfloat16, is_pure=True, pack=4)
     else:
@@ -164,16 +172,22 @@ def _block_mass_thumbnail_kernel(
     STAGES: tl.constexpr,
 ):
     unit, end = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
-    SUBS: tl.constexpr = 2 if BITS == 4 else 4
+    # Codes of four bits are read as words of 16 bits where that saves unpacking, others as bytes: `_levels`.
+    WORDS: tl.constexpr = BITS == 4 and HALF
+    SUBS: tl.constexpr = 2 if BITS == 4 and not HALF else 4
     BYTES: tl.constexpr = D // SUBS
-    # Row r of the folded query is channel r % SUB_ROWS of sub-range r // SUB_ROWS.
+    # Row r of the folded query belongs to column r % SUB_ROWS of sub-range r // SUB_ROWS.
     rows = tl.arange(0, SUBS * SUB_ROWS)[:, None]
-    channels = rows // SUB_ROWS * BYTES + rows % SUB_ROWS
+    subs = rows // SUB_ROWS
+    channels = subs * BYTES + rows % SUB_ROWS
     real = rows % SUB_ROWS < BYTES
-    if BITS == 4:
-        inverse_factor = tl.where(rows < SUB_ROWS, 1.0, 0.125)
+    if WORDS:
+        channels = subs % 2 * (D // 2) + 2 * (rows % SUB_ROWS) + subs // 2
+        inverse_factor = tl.where(subs % 2 == 0, 1.0, 0.0625)
+    elif BITS == 4:
+        inverse_factor = tl.where(subs == 0, 1.0, 0.125)
     else:
-        inverse_factor = tl.where(rows < SUB_ROWS, 1.0, tl.where(rows < 2 * SUB_ROWS, 0.25, 0.0625))
+        inverse_factor = tl.where(subs == 0, 1.0, tl.where(subs == 1, 0.25, 0.0625))
     tokens = tl.arange(0, PAGE)[:, None]
     columns = tl.arange(0, SUB_ROWS)[None, :]
     while unit < end:
@@ -198,7 +212,10 @@ def _block_mass_thumbnail_kernel(
         low, step = _load_bounds(low_step, summary, channels, real & (first < stop), D)
         for page in tl.range(first, stop, num_stages=STAGES):
             packed_rows = tl.load(pages + page).to(tl.int64) * kv_heads + h
-            packed_rows = codes + (packed_rows * PAGE + tokens) * (D * BITS // 8)
+            if WORDS:
+                packed_rows = codes.to(tl.pointer_type(tl.int16)) + (packed_rows * PAGE + tokens) * (D // 4)
+            else:
+                packed_rows = codes + (packed_rows * PAGE + tokens) * (D * BITS // 8)
             packed = tl.load(packed_rows + columns, mask=columns < BYTES, other=0)
             high = packed
             if BITS == 3:
@@ -209,17 +226,25 @@ def _block_mass_thumbnail_kernel(
             next_low, next_step = _load_bounds(low_step, summary, channels, real, D)
             bias = query * bfloat16_bits.to_float(low)
             folded = folding_query * bfloat16_bits.to_float(step)
-            if HALF:
+            if WORDS:
+                # A query so large that its product with a step leaves float16's range is kept at its end.
+                folded = tl.inline_asm_elementwise(
+                    "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [folded], tl.float16, is_pure=True, pack=2
+                )
+            elif HALF:
                 # Codes go into the product as 128 + code (see `_levels`): 128 times the rounded query is too much.
                 folded, rounded = bfloat16_bits.round_half_up(folded)
                 bias -= 128.0 * rounded
             f0, f1, f2, f3 = _split_subs(folded, SUBS)
-            scores = tl.broadcast_to(tl.sum(bias, 0)[None, :], (PAGE, GROUP))
+            bias = tl.broadcast_to(tl.sum(bias, 0)[None, :], (PAGE, GROUP))
+            scores = tl.zeros_like(bias) if WORDS else bias
             scores = tl.dot(_levels(packed, high, 0, BITS, HALF), f0, scores, input_precision="ieee")
             scores = tl.dot(_levels(packed, high, 1, BITS, HALF), f1, scores, input_precision="ieee")
             if SUBS == 4:
                 scores = tl.dot(_levels(packed, high, 2, BITS, HALF), f2, scores, input_precision="ieee")
                 scores = tl.dot(_levels(packed, high, 3, BITS, HALF), f3, scores, input_precision="ieee")
+            if WORDS:
+                scores = scores * 16777216.0 + bias
             mass = score_tile.block_log_mass(scores, BLOCK)
             score_tile.store_blocks(
                 out_row, out_group_stride, mass, page * (PAGE // BLOCK), closed * (PAGE // BLOCK), G
@@ -293,7 +318,7 @@ def _block_mass_thumbnail_triton(
         GROUP=group,
         D=head_dim,
         ROWS=triton.next_power_of_2(head_dim),
-        SUB_ROWS=triton.next_power_of_2(head_dim // (2 if bits == 4 else 4)),
+        SUB_ROWS=triton.next_power_of_2(head_dim // (2 if bits == 4 and not half else 4)),
         PAGE=page_size,
         BLOCK=block_size,
         T=max(16, block_size),
