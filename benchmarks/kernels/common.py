@@ -185,8 +185,8 @@ def measure_read_rate(device: str = "cuda") -> float:
     return source.nbytes / min(time_in_turn([call]) for call in calls)
 
 
-def time_in_turn(calls: Sequence[Callable[[], object]], seconds: float = 0.04, repeats: int = 5) -> float:
-    """Seconds of one call: median of `repeats` runs of about `seconds` in all, each replaying a graph of all calls."""
+def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """One CUDA graph of all calls, each of which ran once before."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -194,6 +194,12 @@ def time_in_turn(calls: Sequence[Callable[[], object]], seconds: float = 0.04, r
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return graph
+
+
+def time_in_turn(calls: Sequence[Callable[[], object]], seconds: float = 0.04, repeats: int = 5) -> float:
+    """Seconds of one call: median of `repeats` runs of about `seconds` in all, each replaying a graph of all calls."""
+    graph = capture(calls)
 
     def replay(times: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
