@@ -32,6 +32,15 @@ def read_profile(name: str) -> torch.Tensor:
     return torch.tensor(profiles[name]["kept_by_head"])
 
 
+def is_number(kept: float | str) -> bool:
+    """Whether `kept` is one share for all rows."""
+    try:
+        float(kept)
+    except ValueError:
+        return False
+    return True
+
+
 def draw_kept(kept: str, rows: int, seed: int = 0) -> torch.Tensor:
     """The share of blocks that each of `rows` rows is to keep, `[rows]` fp32, above 0 and at most 1.
 

@@ -1,4 +1,4 @@
-"""Tail attention, its merge included, at two shares of kept blocks.
+"""Tail attention, its merge included, at the shares of kept blocks asked for.
 
 Bytes: log masses, masks and mean values of all closed pages, and the output read and written.
 """
@@ -11,15 +11,18 @@ from functools import partial
 import torch
 from sparse_kernels import AttentionWorkspace, tail_attention, tail_attention_reference
 
+from benchmarks.kept_fractions import is_number
+
 from .common import Batch, Measurement, Suite, check_close, time_in_turn
 
-KEPT = (0.1, 0.3)
 CELL = 64
 SPREAD = 2.2
 """Standard deviation of the random log masses and log-sum-exps."""
 
 
-def make_inputs(suite: Suite, batch: Batch, kept: float, seed: int, means: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def make_inputs(
+    suite: Suite, batch: Batch, kept: float | str, seed: int, means: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """What `tail_attention` takes by position, for one input set."""
     capacity = batch.page_table.shape[1] * suite.blocks_per_page
     rng = torch.Generator(suite.device).manual_seed(seed)
@@ -42,7 +45,8 @@ def run(suite: Suite) -> Iterator[Measurement]:
     block_bytes = 4 * suite.group_size + 1 + suite.head_bytes * suite.block_size // CELL
     for size, context in suite.cases():
         moved = suite.num_kv_heads * (size * context // suite.block_size) * block_bytes
-        for kept in KEPT:
+        # With all blocks kept there is no tail.
+        for kept in (kept for kept in suite.kept if not (is_number(kept) and float(kept) >= 1)):
             sets = suite.input_sets(size, context, moved)
             inputs = [make_inputs(suite, batch, kept, seed, means) for seed, batch in enumerate(sets)]
             outs = [batch.q.clone() for batch in sets]
@@ -60,4 +64,4 @@ def run(suite: Suite) -> Iterator[Measurement]:
                 check_close(f"tail_attention B={size} context={context}", outs[0][one], expected, 1e-2)
             share = int(inputs[0][2].sum()) * suite.block_size / (sets[0].tokens * suite.num_kv_heads)
             total = moved + 2 * sets[0].q.nbytes
-            yield Measurement("tail_attention", "lists", size, context, share, time_in_turn(calls), total)
+            yield Measurement("tail_attention", f"lists, kept {kept}", size, context, share, time_in_turn(calls), total)

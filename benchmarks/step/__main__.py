@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from benchmarks.kept_fractions import draw_kept
     from benchmarks.kernels.common import measure_read_rate
-    from benchmarks.kernels.fa3 import why_no_fa3
+    from benchmarks.peers import fa3
     from benchmarks.step.case import StepCase, bytes_per_layer
     from benchmarks.step.measure import HEAD, measure
     from sglang_sparse.geometry import Geometry
@@ -94,8 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     rate = measure_read_rate()
     torch.cuda.empty_cache()
     print(f"{gpu_name()}, torch {torch.__version__}, read-only rate {rate / 1e9:.0f} GB/s; {describe(options)}")
-    if not args.no_dense and why_no_fa3():
-        print(f"peer fa3: {why_no_fa3()}: left out")
+    if not args.no_dense and fa3.why_missing():
+        print(f"peer fa3: {fa3.why_missing()}: left out")
     lines = []
     for batch, context in ((batch, context) for batch in args.batch for context in args.context):
         layer_bytes = bytes_per_layer(geometry, options, batch, context)
@@ -124,4 +124,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.__main__ import main as driver
+
+    sys.exit(driver(["step", *sys.argv[1:]]))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.kernels.common import capture, check_close, time_in_turn
-from benchmarks.kernels.fa3 import fa3_call, why_no_fa3
+from benchmarks.peers import AttentionInputs, fa3
 from benchmarks.results import Row, share
 from benchmarks.step.case import StepCase
 from benchmarks.step.kernels import kernel_table, profile_graph
@@ -34,9 +34,12 @@ def layer_calls(case: StepCase, dense: bool) -> dict[str, list[Callable[[], obje
     }
     if dense:
         calls["sparse-all"] = [partial(case.attend_all, layer) for layer in layers]
-        if not why_no_fa3():
-            page_size = case.geometry.page_size
-            calls["fa3"] = [fa3_call(*case.inputs(layer), scale=case.scale, page_size=page_size) for layer in layers]
+        if not fa3.why_missing():
+            g = case.geometry
+            calls["fa3"] = [
+                fa3.prepare(AttentionInputs(*case.inputs(layer), case.scale, g.page_size, g.block_size))[0].call
+                for layer in layers
+            ]
             check_close("FA3 against sparse_attention over all blocks", calls["fa3"][0](), case.dense_out[0], 1e-2)
     return calls
 
