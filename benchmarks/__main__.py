@@ -8,11 +8,19 @@ import sys
 from sglang_sparse.files import FileError
 from sglang_sparse.options import OptionsError
 
-from .errors import BenchmarkError
+from .errors import BenchmarkError, ServerError
 
 BENCHMARKS = {
     "kernel": ("benchmarks.kernels.__main__", "each operation of sparse_kernels, and peers for attention"),
     "step": ("benchmarks.step.__main__", "the whole attention step of several layers, with a profile by kernel"),
+    "workload": (
+        "benchmarks.workload.__main__",
+        "writes a model of Llama-3.1-8B's shape whose attention is peaked",
+    ),
+    "tpot": ("benchmarks.server.tpot", "time per output token of real servers, dense and sparse in turn"),
+    "load": ("benchmarks.server.load", "throughput of real servers under a closed loop at rising concurrency"),
+    "chat": ("benchmarks.server.chat", "facts planted in a long document, asked of a real server"),
+    "plot": ("benchmarks.plot", "a picture of rows of benchmarks/results.csv"),
 }
 
 
@@ -37,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (BenchmarkError, FileError, OptionsError) as error:
         print(f"benchmarks {name}: {error}", file=sys.stderr)
         return 2
+    except ServerError as error:
+        print(f"benchmarks {name}: {error}", file=sys.stderr)
+        return 1
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("benchmarks", "sglang_sparse", "sparse_kernels"):
             raise

@@ -64,18 +64,20 @@ class Results:
     Args:
         path: created, with its header, by the first row; None keeps nothing.
         command: the command line, as it can be typed again.
+        flag: that named the file, for messages.
 
     Raises:
         FileError: the file cannot be written, or is of another kind.
     """
 
-    def __init__(self, path: Path | None, command: str) -> None:
+    def __init__(self, path: Path | None, command: str, flag: str = "--results") -> None:
         self.path = path
+        self._flag = flag
         self.run = f"{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self._command = command
         self._common: dict[str, str] | None = None
         if path is not None:
-            check_target("--results", path, (".csv",))
+            check_target(flag, path, (".csv",))
             self._content()
 
     def _content(self) -> str:
@@ -88,12 +90,12 @@ class Results:
             text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise FileError(f"--results {self.path}: cannot be read ({reason})") from None
+            raise FileError(f"{self._flag} {self.path}: cannot be read ({reason})") from None
         if not text:
             return header
         first = text.splitlines()[0]
         if first != header.strip():
-            raise FileError(f"--results {self.path}: its first line is not {header.strip()!r}: name another file")
+            raise FileError(f"{self._flag} {self.path}: its first line is not {header.strip()!r}: name another file")
         return text if text.endswith("\n") else text + "\n"
 
     def append(self, rows: Sequence[Row]) -> None:
@@ -127,11 +129,11 @@ class Results:
         write_bytes(self.path, (self._content() + text.getvalue()).encode())
 
 
-def read_results(path: Path) -> list[dict[str, str]]:
-    """The rows of a results file. Raises FileError if it is not one."""
+def read_results(path: Path, flag: str) -> list[dict[str, str]]:
+    """The rows of the results file that `flag` names. Raises FileError if it is not one."""
     if not path.is_file():
-        raise FileError(f"--results {path}: there is no such file")
-    return list(csv.DictReader(io.StringIO(Results(path, "")._content())))
+        raise FileError(f"{flag} {path}: there is no such file")
+    return list(csv.DictReader(io.StringIO(Results(path, "", flag)._content())))
 
 
 def _cell(value: object) -> object:
