@@ -1,6 +1,7 @@
 """Writes the model of workload (b), about 16 GB: Llama-3.1-8B's shape, random weights, peaked attention.
 
     python -m benchmarks workload --out DIR
+    python -m benchmarks workload --preview 30000 130000
 
 Dummy weights attend almost evenly, so that coverage would keep nearly everything. Here attention is as peaked as the
 flag --sharpness says, and prompts of runs of equal tokens make it a matter of pages. docs/benchmarks.md has the
@@ -12,16 +13,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.common_arguments import make_parser
+from benchmarks.common_arguments import make_parser, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
     import torch
 
-    from benchmarks.workload.model import SHARPNESS, Shape, write_model
+    from benchmarks.workload.model import SHARPNESS, Shape, check_sharpness, write_model
 
     parser = make_parser("workload", __doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the model, made if need be")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="folder of the model, made if need be")
+    what.add_argument(
+        "--preview",
+        type=positive,
+        nargs="+",
+        metavar="CONTEXT",
+        help="write nothing; print what the default settings keep of such contexts in a first layer",
+    )
     parser.add_argument("--sharpness", type=float, default=SHARPNESS, help="spread of attention logits (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -31,6 +40,22 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     shape = Shape(**{name: getattr(args, name) for name in vars(Shape())})
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.preview:
+        from benchmarks.workload.preview import first_layer_kept
+
+        shape.check()
+        check_sharpness(args.sharpness)
+        for context in args.preview:
+            kept, read = first_layer_kept(
+                shape, sharpness=args.sharpness, context=context, seed=args.seed, device=device
+            )
+            low, high = kept.flatten().quantile(torch.tensor([0.05, 0.95])).tolist()
+            print(
+                f"context {context}: kept {kept.mean():.1%}, rows from {low:.1%} to {high:.1%} (5th and 95th of 100), "
+                f"KV bytes read {read:.1%}",
+                flush=True,
+            )
+        return 0
     write_model(
         args.out,
         shape,

@@ -2,9 +2,9 @@
 
 Every token's residual stream is its embedding, of which each layer's branches change a little (`BRANCH`): so attention
 neither evens out nor runs away with depth. Keys and queries are independent random projections of it. With keys of unit
-variance, the standard deviation of the attention logits between unlike tokens is `sharpness`, and tokens that are equal
-and near have nearly equal logits. Query heads of a group share most of their projection (`GROUP_LIKENESS`), as those of
-trained models attend to much the same. Norm weights are 1.
+variance, the standard deviation of the attention logits between unlike tokens is about `sharpness` (`HEAD_SPREAD`), and
+tokens that are equal and near have nearly equal logits. Query heads of a group share most of their projection
+(`GROUP_LIKENESS`), as those of trained models attend to much the same. Norm weights are 1.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -27,10 +28,15 @@ BRANCH = 0.02
 GROUP_LIKENESS = 0.8
 """Correlation of the query projections of the heads of a group."""
 
+HEAD_SPREAD = 0.2
+"""Standard deviation of the log of a KV head's sharpness: heads of trained models keep very different shares."""
+
 LOGIT_SPREAD = 4.0
 """Standard deviation of the output logits: greedy choices have wide margins."""
 
-SHARPNESS = 3.0
+SHARPNESS = 3.6
+"""At 30,000 tokens the default settings then keep what they keep of Qwen2.5-Coder-0.5B (docs/benchmarks.md)."""
+
 NOTE = "workload.json"
 """Beside the weights: how they were made."""
 
@@ -96,6 +102,26 @@ class Shape:
         }
 
 
+def _normal(rows: int, columns: int, spread: float, rng: torch.Generator) -> torch.Tensor:
+    return torch.empty(rows, columns, device=rng.device).normal_(std=spread, generator=rng)
+
+
+def project(shape: Shape, sharpness: float, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's query and key projections, `[Hkv * G * D, hidden]` and `[Hkv * D, hidden]`, fp32 on `rng`'s device."""
+    unit = shape.hidden**-0.5
+    sizes = (shape.kv_heads, shape.group, shape.head_dim, shape.hidden)
+    key_rows = shape.kv_heads * shape.head_dim
+    common = _normal(key_rows, shape.hidden, unit, rng).view(sizes[0], 1, *sizes[2:])
+    own = _normal(key_rows * shape.group, shape.hidden, unit, rng).view(sizes)
+    # The spread stays that of one of them, and two heads of a group correlate by GROUP_LIKENESS.
+    queries = math.sqrt(GROUP_LIKENESS) * common + math.sqrt(1 - GROUP_LIKENESS) * own
+    # The same sharpnesses in every layer, in another order: a layer keeps what the model keeps.
+    order = torch.randperm(shape.kv_heads, generator=rng, device=rng.device)
+    places = [NormalDist(0, HEAD_SPREAD).inv_cdf((i + 0.5) / shape.kv_heads) for i in order.tolist()]
+    queries *= sharpness * torch.tensor(places, device=rng.device).exp()[:, None, None, None]
+    return queries.view(-1, shape.hidden), _normal(key_rows, shape.hidden, unit, rng)
+
+
 def shards(
     shape: Shape, sharpness: float, seed: int, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[dict[str, torch.Tensor]]:
@@ -105,36 +131,34 @@ def shards(
     """
     rng = torch.Generator(device).manual_seed(seed)
     s = shape
-
-    def normal(rows: int, columns: int, spread: float) -> torch.Tensor:
-        made = torch.empty(rows, columns, dtype=torch.float32, device=device).normal_(std=spread, generator=rng)
-        return made.to(dtype)
-
     unit = s.hidden**-0.5
-    query_rows = s.kv_heads * s.group * s.head_dim
+    query_rows, key_rows = s.kv_heads * s.group * s.head_dim, s.kv_heads * s.head_dim
     for layer in range(s.layers):
         name = f"model.layers.{layer}."
-        common = normal(s.kv_heads * s.head_dim, s.hidden, unit).view(s.kv_heads, 1, s.head_dim, s.hidden)
-        own = normal(query_rows, s.hidden, unit).view(s.kv_heads, s.group, s.head_dim, s.hidden)
-        # The spread stays 1, and two heads of a group correlate by GROUP_LIKENESS.
-        queries = sharpness * (math.sqrt(GROUP_LIKENESS) * common + math.sqrt(1 - GROUP_LIKENESS) * own)
+        queries, keys = project(shape, sharpness, rng)
         weights = {
-            "self_attn.q_proj": queries.view(query_rows, s.hidden),
-            "self_attn.k_proj": normal(s.kv_heads * s.head_dim, s.hidden, unit),
-            "self_attn.v_proj": normal(s.kv_heads * s.head_dim, s.hidden, unit),
-            "self_attn.o_proj": normal(s.hidden, query_rows, BRANCH * query_rows**-0.5),
-            "mlp.gate_proj": normal(s.intermediate, s.hidden, unit),
-            "mlp.up_proj": normal(s.intermediate, s.hidden, unit),
-            "mlp.down_proj": normal(s.hidden, s.intermediate, BRANCH * s.intermediate**-0.5),
+            "self_attn.q_proj": queries,
+            "self_attn.k_proj": keys,
+            "self_attn.v_proj": _normal(key_rows, s.hidden, unit, rng),
+            "self_attn.o_proj": _normal(s.hidden, query_rows, BRANCH * query_rows**-0.5, rng),
+            "mlp.gate_proj": _normal(s.intermediate, s.hidden, unit, rng),
+            "mlp.up_proj": _normal(s.intermediate, s.hidden, unit, rng),
+            "mlp.down_proj": _normal(s.hidden, s.intermediate, BRANCH * s.intermediate**-0.5, rng),
         }
         norms = {f"{name}{which}_layernorm.weight": torch.ones(s.hidden) for which in ("input", "post_attention")}
         named = {f"{name}{key}.weight": value for key, value in weights.items()} | norms
         yield {key: value.to(dtype).cpu().contiguous() for key, value in named.items()}
     yield {
-        "model.embed_tokens.weight": normal(s.vocabulary, s.hidden, 1.0).cpu(),
+        "model.embed_tokens.weight": _normal(s.vocabulary, s.hidden, 1.0, rng).to(dtype).cpu(),
         "model.norm.weight": torch.ones(s.hidden, dtype=dtype),
-        "lm_head.weight": normal(s.vocabulary, s.hidden, LOGIT_SPREAD * unit).cpu(),
+        "lm_head.weight": _normal(s.vocabulary, s.hidden, LOGIT_SPREAD * unit, rng).to(dtype).cpu(),
     }
+
+
+def check_sharpness(sharpness: float) -> None:
+    """Raises BenchmarkError unless it is a number above 0."""
+    if not (math.isfinite(sharpness) and sharpness > 0):
+        raise BenchmarkError(f"--sharpness is {sharpness:g}: give a number above 0")
 
 
 def write_model(
@@ -156,8 +180,7 @@ def write_model(
     from safetensors.torch import save_file
 
     shape.check()
-    if not (math.isfinite(sharpness) and sharpness > 0):
-        raise BenchmarkError(f"--sharpness is {sharpness:g}: give a number above 0")
+    check_sharpness(sharpness)
     if (folder / "config.json").exists():
         raise BenchmarkError(f"--out {folder}: there is a config.json already: name an empty folder")
     try:
@@ -180,7 +203,7 @@ def write_model(
     write_bytes(folder / "model.safetensors.index.json", json.dumps(index_json, indent=1).encode())
     write_tokenizer(folder)
     made = {"sharpness": sharpness, "seed": seed, "device": torch.device(device).type, "branch": BRANCH}
-    note = made | {"group_likeness": GROUP_LIKENESS, "shape": asdict(shape)}
+    note = made | {"group_likeness": GROUP_LIKENESS, "head_spread": HEAD_SPREAD, "shape": asdict(shape)}
     write_bytes(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
     write_bytes(folder / "config.json", (json.dumps(shape.config(name), indent=1) + "\n").encode())
 

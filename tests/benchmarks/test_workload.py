@@ -11,7 +11,9 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.errors import BenchmarkError
+from benchmarks.kept_fractions import read_profile
 from benchmarks.workload.model import NOTE, Shape, shards, write_model
+from benchmarks.workload.preview import first_layer_kept
 from benchmarks.workload.prompts import common_prefix, distinct_prompts, run_prompt
 from sglang_sparse.calibrate.replay import Replay
 from sglang_sparse.calibrate.settings import Setting
@@ -20,26 +22,52 @@ from sglang_sparse.options import SparseDecodeOptions
 SMALL = Shape(layers=2, hidden=256, intermediate=256, kv_heads=2, group=2, head_dim=64, vocabulary=4096)
 
 
-def kept(folder: Path, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shares kept by layer and row, and coverage, of the default rule after 2,048 tokens."""
-    write_model(folder, SMALL, sharpness=sharpness, dtype=torch.float32)
-    replay = Replay(folder, device="cpu", dtype=torch.float32)
-    prefix = replay.prefill(run_prompt(2048, SMALL.vocabulary, seed=1), 6)
-    options = SparseDecodeOptions(sink_tokens=0, window_tokens=16)
-    forced = replay.force(prefix, replay.decode_densely(prefix), Setting(options))
-    return forced.kept, forced.coverage
-
-
 def test_sharper_models_keep_less_in_every_layer(tmp_path: Path) -> None:
+    """The written model, prefilled and decoded by the fidelity harness."""
     means = []
-    for sharpness in (1.0, 3.0, 6.0):
-        share, coverage = kept(tmp_path / str(sharpness), sharpness)
-        means.append(share.mean((1, 2)))
-        assert coverage.mean() == pytest.approx(0.975, abs=0.01)
-    assert (means[0] > means[1] + 0.1).all()
-    assert (means[1] > means[2] + 0.1).all()
+    for sharpness in (1.0, 5.0):
+        folder = tmp_path / str(sharpness)
+        write_model(folder, SMALL, sharpness=sharpness, dtype=torch.float32)
+        replay = Replay(folder, device="cpu", dtype=torch.float32)
+        prefix = replay.prefill(run_prompt(1024, SMALL.vocabulary, seed=1), 4)
+        options = SparseDecodeOptions(sink_tokens=0, window_tokens=16)
+        forced = replay.force(prefix, replay.decode_densely(prefix), Setting(options))
+        means.append(forced.kept.mean((1, 2)))
+        assert forced.coverage.mean() == pytest.approx(0.975, abs=0.01)
+    assert (means[0] > means[1] + 0.3).all()
     assert (means[0] > 0.6).all()
-    assert (means[2] < 0.3).all()
+    assert (means[1] < 0.4).all()
+
+
+@pytest.fixture(scope="module")
+def previews() -> list[tuple[torch.Tensor, float]]:
+    """Shares kept, and bytes read, of the default rule at rising sharpness."""
+    shape = Shape(hidden=512, vocabulary=50_000)
+    return [first_layer_kept(shape, sharpness=s, context=10_000, queries=3) for s in (2.0, 3.0, 3.6, 4.5)]
+
+
+def test_kept_falls_with_sharpness_through_what_real_models_keep(previews: list[tuple[torch.Tensor, float]]) -> None:
+    means = [kept.mean().item() for kept, _ in previews]
+    assert means == sorted(means, reverse=True)
+    assert means[0] > 0.5
+    assert 0.15 < means[2] < 0.35
+    assert means[3] < 0.2
+    for kept, read in previews:
+        # Codes, low and step and a mean of a page: 15.6% of the bytes; the open page's keys.
+        assert read - kept.mean().item() == pytest.approx(0.149, abs=0.01)
+
+
+def test_heads_keep_very_different_shares(previews: list[tuple[torch.Tensor, float]]) -> None:
+    """As recorded heads do: the spread of the logarithm is like that of kept_profiles.json."""
+    kept, _ = previews[2]
+    recorded = read_profile("qwen-30k").log().std()
+    assert kept.log().std() == pytest.approx(recorded, abs=0.25)
+
+
+def test_the_preview_is_printed(capsys: pytest.CaptureFixture) -> None:
+    small = ["--hidden", "128", "--kv-heads", "2", "--group", "2", "--head-dim", "64", "--vocabulary", "5000"]
+    assert main(["workload", "--preview", "1024", "--device", "cpu", *small]) == 0
+    assert capsys.readouterr().out.startswith("context 1024: kept ")
 
 
 def test_depth_changes_little() -> None:
