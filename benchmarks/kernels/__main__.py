@@ -1,21 +1,23 @@
-"""Measures the operations of `sparse_kernels` on a CUDA device and prints a table of each."""
+"""The operations of `sparse_kernels`, one by one, and other implementations of attention beside ours.
+
+    python -m benchmarks kernel sparse_attention --batch 1 4 --context 130000 --kept 0.1 0.3 1 qwen-30k lognormal:0.2
+
+Prints a table of each: time, bytes that any implementation must move, and their share of the read rate that is measured
+at the start. Shapes are those of Llama-3.1-8B.
+"""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 import time
-from pathlib import Path
 
-import torch
-
-from .common import Measurement, Suite, measure_read_rate, table, write_csv
+from benchmarks.common_arguments import add_results_arguments, make_parser, open_results, positive
+from benchmarks.machine import gpu_name, require_cuda
 
 OPERATIONS = (
     "sparse_attention",
     "combine",
-    "tail_attention",
     "block_mass_thumbnail",
     "block_mass_statistics",
     "block_mass_exact",
@@ -30,39 +32,66 @@ ON_REQUEST = ("sparse_attention_tiles",)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = make_parser("kernel", __doc__)
     parser.add_argument(
         "operations",
         nargs="*",
         metavar="operation",
         help=f"default: {', '.join(OPERATIONS)}; only when named: {', '.join(ON_REQUEST)}",
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=list(Suite.batches))
-    parser.add_argument("--context", type=int, nargs="+", default=list(Suite.contexts))
-    parser.add_argument("--csv", type=Path, help="also write the measurements to this file")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 4, 8, 64])
+    parser.add_argument("--context", type=positive, nargs="+", default=[32_768, 130_000])
+    parser.add_argument(
+        "--kept",
+        nargs="+",
+        default=["0.1", "0.3", "1"],
+        help="shares of blocks that attention and tail work on: numbers, lognormal:MEAN, or recorded profiles",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        help="fa3, triton, sdpa (dense), flashinfer-paged, flashinfer-variable (lists), or none; default: all that run",
+    )
+    add_results_arguments(parser)
+    options = parser.parse_args(given)
     unknown = set(options.operations) - {*OPERATIONS, *ON_REQUEST}
     if unknown:
         parser.error(f"unknown operation {', '.join(sorted(unknown))}; known: {', '.join((*OPERATIONS, *ON_REQUEST))}")
-    if not torch.cuda.is_available():
-        print("benchmarks.kernels: no CUDA device, nothing was measured", file=sys.stderr)
-        return 2
-    device_name = torch.cuda.get_device_name()
+    operations = options.operations or OPERATIONS
+    results = open_results("kernel", given, options)
+    require_cuda()
+
+    import torch
+
+    from benchmarks import peers
+    from benchmarks.kept_fractions import draw_kept
+
+    from .common import Suite, measure_read_rate, result_rows, table
+
+    for kept in options.kept:
+        draw_kept(kept, 1)
+    chosen: list[str] = []
+    if "sparse_attention" in operations:
+        chosen = peers.available([] if options.peers == ["none"] else options.peers)
     read_rate = measure_read_rate()
-    print(f"{device_name}, torch {torch.__version__}, read-only rate {read_rate / 1e9:.0f} GB/s")
-    suite = Suite(batches=tuple(options.batch), contexts=tuple(options.context))
-    measurements: list[Measurement] = []
-    for operation in options.operations or OPERATIONS:
+    print(f"{gpu_name()}, torch {torch.__version__}, read-only rate {read_rate / 1e9:.0f} GB/s")
+    suite = Suite(
+        batches=tuple(options.batch), contexts=tuple(options.context), kept=tuple(options.kept), peers=tuple(chosen)
+    )
+    for operation in operations:
         module = importlib.import_module(f".bench_{operation}", __package__)
         started = time.perf_counter()
-        results = list(module.run(suite))
+        measurements = []
+        for measurement in module.run(suite):
+            results.append(result_rows([measurement], read_rate))
+            measurements.append(measurement)
         print(f"\n{module.__doc__.splitlines()[0]} ({time.perf_counter() - started:.0f} s)")
-        print(table(results, read_rate), flush=True)
-        measurements += results
-    if options.csv is not None:
-        write_csv(options.csv, measurements, read_rate, device_name)
+        print(table(measurements, read_rate), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.__main__ import main as driver
+
+    sys.exit(driver(["kernel", *sys.argv[1:]]))

@@ -7,16 +7,18 @@ the layers of a model. Every operation is compared with its torch reference befo
 
 from __future__ import annotations
 
-import csv
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
+
+from benchmarks.kept_fractions import draw_kept, is_number
+from benchmarks.results import Row, text_table
 
 ROTATED_BYTES = 384 * 2**20
 """What the input sets of a case read together, at least: several times the L2 cache of any current GPU."""
@@ -26,7 +28,7 @@ MAX_SETS = 24
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of a table. `bytes` is what any implementation must move for the case."""
+    """One row of a table. `bytes` is what any implementation must move for the case; None for what only prepares."""
 
     operation: str
     case: str
@@ -34,7 +36,8 @@ class Measurement:
     context: int
     kept: float | None
     seconds: float
-    bytes: int
+    bytes: int | None
+    impl: str = "sparse_kernels"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class Suite:
 
     batches: tuple[int, ...] = (1, 4, 8, 64)
     contexts: tuple[int, ...] = (32_768, 130_000)
+    kept: tuple[str, ...] = ("0.1", "0.3", "1")
+    """Shares of blocks that attention reads, as `kept_fractions` takes them."""
+    peers: tuple[str, ...] = ()
+    """Other implementations of attention to time too."""
     num_kv_heads: int = 8
     group_size: int = 4
     head_dim: int = 128
@@ -147,12 +154,19 @@ class Suite:
         """Blocks that a row can hold."""
         return -(-context // self.page_size) * self.blocks_per_page
 
-    def random_lists(self, batch: Batch, kept: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ascending random lists. Rows keep between half and one and a half times the share `kept`, as heads differ."""
+    def random_lists(self, batch: Batch, kept: float | str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ascending random lists of about the share `kept` of each row's blocks.
+
+        A number lets rows keep between half and one and a half times as much, as heads differ; a profile or `lognormal`
+        (`kept_fractions.draw_kept`) says itself what each row keeps.
+        """
         rng = torch.Generator(self.device).manual_seed(seed)
         capacity = batch.page_table.shape[1] * self.blocks_per_page
         shape = (batch.size, self.num_kv_heads, capacity)
-        share = kept * (0.5 + torch.rand(*shape[:2], 1, generator=rng, device=self.device))
+        drawn = draw_kept(str(kept), batch.size * self.num_kv_heads, seed).view(*shape[:2], 1)
+        share = drawn.to(self.device)
+        if is_number(kept):
+            share = share * (0.5 + torch.rand(*shape[:2], 1, generator=rng, device=self.device))
         index = torch.arange(capacity, device=self.device, dtype=torch.int32)
         blocks = (batch.seq_lens + self.block_size - 1) // self.block_size
         chosen = (torch.rand(shape, generator=rng, device=self.device) < share) & (index < blocks[:, None, None])
@@ -185,8 +199,8 @@ def measure_read_rate(device: str = "cuda") -> float:
     return source.nbytes / min(time_in_turn([call]) for call in calls)
 
 
-def time_in_turn(calls: Sequence[Callable[[], object]], seconds: float = 0.04, repeats: int = 5) -> float:
-    """Seconds of one call: median of `repeats` runs of about `seconds` in all, each replaying a graph of all calls."""
+def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """One CUDA graph of all calls, each of which ran once before."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -194,6 +208,12 @@ def time_in_turn(calls: Sequence[Callable[[], object]], seconds: float = 0.04, r
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return graph
+
+
+def time_in_turn(calls: Sequence[Callable[[], object]], seconds: float = 0.04, repeats: int = 5) -> float:
+    """Seconds of one call: median of `repeats` runs of about `seconds` in all, each replaying a graph of all calls."""
+    graph = capture(calls)
 
     def replay(times: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -209,6 +229,38 @@ def time_in_turn(calls: Sequence[Callable[[], object]], seconds: float = 0.04, r
     return statistics.median(replay(times) for _ in range(repeats)) / len(calls)
 
 
+def time_eagerly(calls: Sequence[Callable[[], object]], rounds: int = 3, repeats: int = 5) -> float:
+    """Seconds of one call that cannot be captured: median of `repeats` runs of all calls `rounds` times."""
+    for call in calls:
+        call()
+
+    def run() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / rounds
+
+    return statistics.median(run() for _ in range(repeats)) / len(calls)
+
+
+def time_on_host(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
+    """Seconds of wall time of one call, the device waited for before and after: median of `repeats` runs of each."""
+    times = []
+    for call in calls:
+        call()
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
 def check_close(what: str, result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     """Raises RuntimeError unless the relative error, in the Euclidean norm, is at most `tolerance`."""
     error = (result.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
@@ -218,35 +270,38 @@ def check_close(what: str, result: torch.Tensor, expected: torch.Tensor, toleran
 
 def table(measurements: Sequence[Measurement], read_rate: float) -> str:
     """The measurements as aligned text; `read_rate` in bytes a second."""
-    head = ("operation", "case", "batch", "context", "kept", "ms", "MB", "GB/s", "of read rate")
+    head = ("operation", "impl", "case", "batch", "context", "kept", "ms", "MB", "GB/s", "of read rate")
     rows = [
         (
             m.operation,
+            m.impl,
             m.case,
             str(m.batch),
             str(m.context),
             "" if m.kept is None else f"{m.kept:.0%}",
             f"{m.seconds * 1e3:.4f}",
-            f"{m.bytes / 1e6:.2f}",
-            f"{m.bytes / m.seconds / 1e9:.0f}",
-            f"{m.bytes / m.seconds / read_rate:.1%}",
+            "" if m.bytes is None else f"{m.bytes / 1e6:.2f}",
+            "" if m.bytes is None else f"{m.bytes / m.seconds / 1e9:.0f}",
+            "" if m.bytes is None else f"{m.bytes / m.seconds / read_rate:.1%}",
         )
         for m in measurements
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = []
-    for row in [head, *rows]:
-        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return text_table(head, rows, left=3)
 
 
-def write_csv(path: Path, measurements: Iterable[Measurement], read_rate: float, device_name: str) -> None:
-    """Writes one line per measurement, with the device and its read rate."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["device", "read_GB_s", "operation", "case", "batch", "context", "kept", "ms", "bytes"])
-        for m in measurements:
-            kept = "" if m.kept is None else f"{m.kept:.4f}"
-            case = [m.operation, m.case, m.batch, m.context, kept, f"{m.seconds * 1e3:.5f}", m.bytes]
-            writer.writerow([device_name, f"{read_rate / 1e9:.0f}", *case])
+def result_rows(measurements: Iterable[Measurement], read_rate: float) -> list[Row]:
+    """The measurements as rows of the results file."""
+    return [
+        Row(
+            "kernel",
+            f"{m.operation}: {m.case}",
+            m.batch,
+            m.context,
+            m.impl,
+            m.seconds * 1e3,
+            m.kept,
+            m.bytes,
+            None if m.bytes is None else m.bytes / m.seconds / read_rate,
+        )
+        for m in measurements
+    ]

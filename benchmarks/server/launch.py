@@ -1,34 +1,40 @@
-"""Starts a server for a benchmark and talks to it; standard library only, so that it runs on any GPU host."""
+"""Starts the servers that are measured, one at a time."""
 
 from __future__ import annotations
 
-import itertools
-import json
+import argparse
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from benchmarks.errors import BenchmarkError, ServerError
+
+from .client import Client
+
+DENSE, SPARSE = "dense", "sparse"
+DEFAULT_VARIANTS = {DENSE: "--attention-backend fa3", SPARSE: "--sparse-decode"}
 
 
-class Server:
+class Server(Client):
     """`python -m sglang.launch_server` with `flags`; a context manager."""
 
-    def __init__(self, model: str, flags: list[str], log: Path, ready_seconds: float = 400) -> None:
+    def __init__(self, model: str, flags: Sequence[str], log: Path, ready_seconds: float = 560) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+            port = probe.getsockname()[1]
+        super().__init__(f"http://127.0.0.1:{port}")
         self.command = ["-m", "sglang.launch_server", "--model-path", model, *flags]
         self.log = log
         started = time.monotonic()
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *self.command, "--port", str(self.port)],
+                [sys.executable, *self.command, "--port", str(port)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -51,7 +57,7 @@ class Server:
             except OSError:
                 time.sleep(0.5)
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
-        raise RuntimeError(f"the server did not become ready:\n{tail}")
+        raise ServerError(f"the server did not become ready:\n{tail}")
 
     def __enter__(self) -> Server:
         return self
@@ -64,61 +70,65 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def get(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as response:
-            return response.read()
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The open response of a POST; read it or iterate over its lines."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        return urllib.request.urlopen(request, timeout=600)
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the benchmarks of servers have in common."""
+    parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument("--dummy", action="store_true", help="random weights: the folder needs only a config")
+    parser.add_argument("--tokenizer", help="folder of a tokenizer, if the model has none")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        metavar="NAME=FLAGS",
+        help="a server to measure, as flags of sglang.launch_server; the first is what others are compared with "
+        "(default: 'dense=--attention-backend fa3' and 'sparse=--sparse-decode')",
+    )
+    parser.add_argument("--server-flags", default="", help="flags of sglang.launch_server for every variant")
+    parser.add_argument(
+        "--default-captures", action="store_true", help="SGLang's own decode graph sizes, not exact ones"
+    )
+    parser.add_argument("--prefill-graphs", action="store_true", help="capture SGLang's prefill graphs too")
+    parser.add_argument("--logs", type=Path, default=Path(), help="folder of the servers' logs (default: here)")
 
-    def chat(self, content: str, tokens: int) -> str:
-        body = {
-            "model": "default",
-            "messages": [{"role": "user", "content": content}],
-            "temperature": 0,
-            "max_tokens": tokens,
-        }
-        with self.post("/v1/chat/completions", body) as response:
-            return json.load(response)["choices"][0]["message"]["content"]
 
-    def sparse_info(self) -> dict[str, Any] | None:
-        state = json.loads(self.get("/server_info"))["internal_states"][0]
-        return state.get("sparse_decode")
+def variants(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The servers to measure, in turn: name and flags. Raises BenchmarkError."""
+    given: dict[str, str] = {}
+    for text in args.variant or [f"{name}={flags}" for name, flags in DEFAULT_VARIANTS.items()]:
+        name, equals, flags = text.partition("=")
+        if not equals or not name.isidentifier() or name in given:
+            raise BenchmarkError(
+                f"--variant {text}: give a name of its own, =, and flags, such as sparse=--sparse-decode"
+            )
+        given[name] = flags
+    try:
+        return {name: shlex.split(flags) for name, flags in given.items()}
+    except ValueError as error:
+        raise BenchmarkError(f"--variant: {error}: quote the flags as in a shell") from None
 
-    def token_times(self, prompt: list[int], tokens: int) -> list[float]:
-        """Arrival times of the tokens of one greedy answer of exactly `tokens` tokens."""
-        body = {
-            "input_ids": prompt,
-            "stream": True,
-            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-        }
-        times = []
-        with self.post("/generate", body) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    times.append(time.perf_counter())
-        return times
 
-    def decode_ms(self, prompts: list[list[int]], tokens: int) -> float:
-        """Median milliseconds between tokens while all `prompts` decode together."""
-        results: list[list[float]] = [[] for _ in prompts]
+def common_flags(args: argparse.Namespace, batches: Sequence[int]) -> list[str]:
+    """Flags of every variant: decode graphs of exactly `batches`, short stream events, no prefill graphs."""
+    flags = ["--incremental-streaming-output"]
+    if not args.default_captures:
+        flags += ["--cuda-graph-bs-decode", *map(str, sorted(set(batches)))]
+    if not args.prefill_graphs:
+        flags += ["--disable-prefill-cuda-graph"]
+    if args.dummy:
+        flags += ["--load-format", "dummy"]
+    if args.tokenizer:
+        flags += ["--tokenizer-path", args.tokenizer]
+    return flags + shlex.split(args.server_flags)
 
-        def run(index: int) -> None:
-            results[index] = self.token_times(prompts[index], tokens)
 
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if any(len(times) < tokens // 2 for times in results):
-            raise RuntimeError("a request ended early")
-        first, last = max(times[0] for times in results), min(times[-1] for times in results)
-        gaps = [b - a for times in results for a, b in itertools.pairwise(times) if a >= first and b <= last]
-        return sorted(gaps)[len(gaps) // 2] * 1e3
+def captures(args: argparse.Namespace) -> str:
+    """What the column `case` says of the decode graphs."""
+    return "SGLang's capture sizes" if args.default_captures else "exact capture sizes"
+
+
+def check_places(args: argparse.Namespace) -> None:
+    """Raises BenchmarkError if the model or the folder of the logs is not there."""
+    if not (Path(args.model) / "config.json").is_file():
+        raise BenchmarkError(f"--model {args.model}: there is no config.json: give the folder of a Hugging Face model")
+    if not args.logs.is_dir():
+        raise BenchmarkError(f"--logs {args.logs}: there is no such folder: make it, or name another")

@@ -20,6 +20,10 @@ class Reading:
     bytes_read_fraction: float | None
     """(Bytes scanned to choose + KV bytes read) ÷ all KV bytes; None before the first step."""
     kept_by_layer_and_head: list[list[float]]
+    tokens: int = 0
+    """Of all requests of all steps: what the share of bytes weighs steps by."""
+    blocks: int = 0
+    """The same for the share of blocks."""
 
 
 class DecodeCounters:
@@ -99,4 +103,6 @@ class DecodeCounters:
             kept_fraction,
             kept_fraction + scanned / (rows * totals["tokens"] * g.kv_bytes),
             (kept.double() / totals["blocks"]).tolist(),
+            totals["tokens"],
+            totals["blocks"],
         )

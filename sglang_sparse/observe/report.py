@@ -28,6 +28,8 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
         "page_size": backend.step.geometry.page_size,
         "summary_bytes": backend.step.summaries.bytes,
         "steps": reading.steps,
+        "tokens": reading.tokens,
+        "blocks": reading.blocks,
         "kept_fraction": reading.kept_fraction,
         "bytes_read_fraction": reading.bytes_read_fraction,
         "kept_fraction_by_layer_and_head": reading.kept_by_layer_and_head,

@@ -1,0 +1,126 @@
+"""Talks to a running server; standard library only, so that it runs on any GPU host."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.errors import ServerError
+
+
+@dataclass
+class Answer:
+    """One streamed answer: when its tokens arrived, how many there were by then, and which."""
+
+    started: float
+    times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+    """Prompt tokens found in the prefix cache."""
+
+    @property
+    def tpot(self) -> float:
+        """Seconds between output tokens, the first left out."""
+        return (self.times[-1] - self.times[0]) / max(self.counts[-1] - self.counts[0], 1)
+
+
+@dataclass(frozen=True)
+class ReadTotals:
+    """What decode steps read since the server's start: shares, and the tokens and blocks that they are shares of."""
+
+    kept: float
+    bytes_read: float
+    tokens: int
+    blocks: int
+
+    def since(self, before: ReadTotals | None) -> tuple[float, float] | None:
+        """Kept and bytes read, as shares, of the steps since `before`; None if there was none."""
+        tokens, blocks = (before.tokens, before.blocks) if before else (0, 0)
+        if self.blocks == blocks:
+            return None
+        kept_then, scan_then = (before.kept, before.bytes_read - before.kept) if before else (0.0, 0.0)
+        kept = (self.kept * self.blocks - kept_then * blocks) / (self.blocks - blocks)
+        scanned = (self.bytes_read - self.kept) * self.tokens - scan_then * tokens
+        return kept, kept + scanned / (self.tokens - tokens)
+
+
+class Client:
+    """Requests to the server at `url`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as response:
+            return response.read()
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The open response of a POST; read it or iterate over its lines."""
+        request = urllib.request.Request(
+            f"{self.url}{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+        return urllib.request.urlopen(request, timeout=1800)
+
+    def chat(self, content: str, tokens: int) -> str:
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": tokens,
+        }
+        with self.post("/v1/chat/completions", body) as response:
+            return json.load(response)["choices"][0]["message"]["content"]
+
+    def generate(self, prompt: list[int], tokens: int) -> Answer:
+        """The greedy answer of exactly `tokens` tokens, streamed.
+
+        Raises ServerError if it ends early or the server reports an error.
+        """
+        body = {
+            "input_ids": prompt,
+            "stream": True,
+            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        }
+        answer = Answer(time.perf_counter())
+        lines = []
+        with self.post("/generate", body) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    # Read later: other streams wait for this thread.
+                    lines.append((time.perf_counter(), line))
+        for arrived, line in lines:
+            event = json.loads(line[len(b"data: ") :])
+            if "error" in event:
+                raise ServerError(f"the server answered: {event['error']}")
+            count = event["meta_info"]["completion_tokens"]
+            ids = event.get("output_ids", [])
+            # Either all tokens so far, or those since the last event.
+            answer.tokens = ids if len(ids) == count else answer.tokens + ids
+            answer.cached = event["meta_info"].get("cached_tokens", 0)
+            answer.times.append(arrived)
+            answer.counts.append(count)
+        if not answer.counts or answer.counts[-1] != tokens:
+            raise ServerError(f"an answer ended after {answer.counts[-1:] or [0]} of {tokens} tokens")
+        return answer
+
+    def info(self) -> dict[str, Any]:
+        return json.loads(self.get("/server_info"))
+
+    def sparse_info(self) -> dict[str, Any] | None:
+        """The `sparse_decode` block of /server_info; None from a dense server."""
+        return self.info()["internal_states"][0].get("sparse_decode")
+
+    def read_totals(self) -> ReadTotals | None:
+        """What decode steps read so far; None from a dense server and before the first step."""
+        block = self.sparse_info()
+        if not block or block.get("kept_fraction") is None:
+            return None
+        return ReadTotals(block["kept_fraction"], block["bytes_read_fraction"], block["tokens"], block["blocks"])
+
+    def token_capacity(self) -> int:
+        """Tokens that the server's KV cache holds."""
+        return int(self.info()["max_total_num_tokens"])

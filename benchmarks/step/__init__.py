@@ -1,0 +1,1 @@
+"""The whole attention step of several layers, as the server captures it."""

@@ -1,0 +1,103 @@
+"""A tiny server that answers as SGLang does, for tests of the clients."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from benchmarks.workload.prompts import common_prefix
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Streams token `sum(prompt) % 1000 + i` as token i; remembers what it was asked and how many ran at once."""
+
+    daemon_threads = True
+    delay = 0.0
+    """Seconds before each token."""
+    incremental = True
+    capacity = 10_000
+    sparse = True
+    fail_after: int | None = None
+    """Answers end in an error after so many requests."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.lock = threading.Lock()
+        self.running = self.most_at_once = 0
+        self.prompts: list[list[int]] = []
+        self.seen: list[list[int]] = []
+        self.tokens = self.blocks = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def info(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if self.sparse:
+            block = {"kept_fraction": 0.25 if self.blocks else None, "bytes_read_fraction": 0.4}
+            state["sparse_decode"] = block | {"tokens": self.tokens, "blocks": self.blocks}
+        return {"max_total_num_tokens": self.capacity, "internal_states": [state]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        content = json.dumps(self.server.info()).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt, count = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        with server.lock:
+            server.prompts.append(prompt)
+            fails = server.fail_after is not None and len(server.prompts) > server.fail_after
+            server.running += 1
+            server.most_at_once = max(server.most_at_once, server.running)
+            shared = max((common_prefix([prompt, other]) for other in server.seen), default=0)
+            cached = min(shared, len(prompt) - 1)
+            server.seen.append(prompt)
+            server.tokens += len(prompt) * count
+            server.blocks += len(prompt) * count // 16
+        self.send_response(200)
+        self.end_headers()
+        ids: list[int] = []
+        for i in range(count):
+            time.sleep(server.delay)
+            ids.append((sum(prompt) + i) % 1000)
+            shown = ids[-1:] if server.incremental else ids
+            event: dict[str, Any] = {
+                "output_ids": shown,
+                "meta_info": {"completion_tokens": len(ids), "cached_tokens": cached},
+            }
+            if fails:
+                event = {"error": {"message": "out of memory"}}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        with server.lock:
+            server.running -= 1
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+@contextmanager
+def fake_server() -> Iterator[FakeServer]:
+    server = FakeServer()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,133 @@
+"""What the kernel benchmarks feed to their peers, checked on the CPU by attention over the same views."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sparse_kernels import sparse_attention_reference
+
+from benchmarks import peers
+from benchmarks.errors import BenchmarkError
+from benchmarks.kernels.bench_sparse_attention import bytes_to_move, make_lists, peer_inputs
+from benchmarks.kernels.common import Measurement, Suite, result_rows
+from benchmarks.peers import flashinfer_paged, flashinfer_variable, sdpa
+
+SUITE = Suite(
+    batches=(3,),
+    contexts=(700,),
+    num_kv_heads=2,
+    head_dim=16,
+    dtype=torch.float32,
+    device="cpu",
+)
+
+
+@pytest.fixture(autouse=True)
+def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.kernels.common.ROTATED_BYTES", 2**20)
+
+
+def case(kept: str) -> tuple[peers.AttentionInputs, torch.Tensor]:
+    """Inputs, and attention over the listed blocks by the reference."""
+    batch = SUITE.batch(3, 700)
+    lists = make_lists(SUITE, [batch], kept)[0]
+    inputs = peer_inputs(SUITE, batch, lists)
+    out = torch.empty_like(batch.q)
+    sparse_attention_reference(
+        batch.q,
+        SUITE.k_pool,
+        SUITE.v_pool,
+        batch.page_table,
+        batch.seq_lens,
+        *lists,
+        scale=SUITE.scale,
+        page_size=SUITE.page_size,
+        block_size=SUITE.block_size,
+        out=out,
+    )
+    return inputs, out
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.softmax(q @ k.T * scale, -1) @ v
+
+
+@pytest.mark.parametrize("kept", ["0.2", "0.9", "smollm2-8k"])
+def test_flashinfer_pages_name_the_listed_blocks(kept: str) -> None:
+    inputs, expected = case(kept)
+    starts, pages, last_tokens = flashinfer_paged.page_lists(inputs)
+    keys, values = (flashinfer_paged.head_pages(pool, 16)[:, :, 0] for pool in (inputs.k_pool, inputs.v_pool))
+    assert len(pages) == starts[-1] == int(inputs.lists[1].sum())
+    for row in range(6):
+        own = pages[starts[row] : starts[row + 1]].long()
+        tokens = len(own) * 16 - 16 + int(last_tokens[row])
+        q = inputs.q.view(6, 4, -1)[row]
+        out = attend(q, keys[own].flatten(0, 1)[:tokens], values[own].flatten(0, 1)[:tokens], inputs.scale)
+        torch.testing.assert_close(out, expected.view(6, 4, -1)[row])
+
+
+@pytest.mark.parametrize("kept", ["0.2", "0.9"])
+def test_flashinfer_masks_name_the_listed_blocks(kept: str) -> None:
+    inputs, expected = case(kept)
+    mask, sizes = flashinfer_variable.mask_and_sizes(inputs)
+    tokens = (mask.shape[-1] - 1) * 16
+    keys, values = (copied.flatten(0, 1) for copied in flashinfer_variable.contiguous_kv(inputs, tokens=tokens))
+    assert (sizes.sum(1) == tokens).all()
+    assert tokens == 704
+    for row in range(6):
+        read = mask[row, 0].repeat_interleave(sizes[row])
+        out = attend(inputs.q.view(6, 4, -1)[row], keys[row][read], values[row][read], inputs.scale)
+        torch.testing.assert_close(out, expected.view(6, 4, -1)[row])
+
+
+def test_sdpa_is_right_for_the_longest_request() -> None:
+    inputs, expected = case("1")
+    (call,) = sdpa.prepare(inputs)
+    torch.testing.assert_close(call.call()[0], expected[0])
+
+
+def test_shares_of_a_profile_are_kept() -> None:
+    batch = Suite(num_kv_heads=64, device="cpu", dtype=torch.float32, batches=(1,), contexts=(8000,)).batch(1, 8000)
+    suite = Suite(num_kv_heads=64, device="cpu", dtype=torch.float32)
+    counts = suite.random_lists(batch, "lognormal:0.2")[1]
+    assert counts.float().mean() / 500 == pytest.approx(0.2, abs=0.02)
+    assert counts.float().std() / 500 > 0.1
+
+
+def test_bytes_are_those_of_the_listed_blocks() -> None:
+    inputs, _ = case("0.2")
+    blocks = int(inputs.lists[1].sum())
+    assert bytes_to_move(SUITE, SUITE.batch(3, 700), inputs.lists) == blocks * (2 * 16 * 16 * 4 + 4)
+
+
+def test_a_measurement_becomes_a_row() -> None:
+    (row,) = result_rows([Measurement("op", "case", 2, 100, 0.5, 2e-3, 4_000_000)], 4e9)
+    assert (row.bench, row.case, row.impl) == ("kernel", "op: case", "sparse_kernels")
+    assert row.ms == pytest.approx(2)
+    assert row.read_share == pytest.approx(0.5)
+
+
+def test_unknown_peers_are_refused() -> None:
+    with pytest.raises(BenchmarkError, match=r"--peers fa9: there is no such peer: use some of fa3"):
+        peers.available(["fa9"])
+
+
+def test_missing_peers_are_left_out_in_a_line_or_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    missing = SimpleNamespace(why_missing=lambda: "sgl_kernel is not installed")
+    there = SimpleNamespace(why_missing=lambda: "")
+    monkeypatch.setattr(peers, "module", lambda name: missing if name == "fa3" else there)
+    assert peers.available(None) == ["triton", "sdpa", "flashinfer-paged", "flashinfer-variable"]
+    assert capsys.readouterr().out == "peer fa3: sgl_kernel is not installed: left out\n"
+    with pytest.raises(BenchmarkError, match="--peers fa3: sgl_kernel is not installed: install it"):
+        peers.available(["fa3"])
+
+
+def test_an_absent_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert "flashinfer" in peers.import_problem("flashinfer")
+    assert peers.import_problem("json") == ""
