@@ -6,7 +6,8 @@ import argparse
 import shlex
 from pathlib import Path
 
-from sglang_sparse.options import SparseDecodeOptions, add_flags, merge
+from sglang_sparse.option_sources import add_flags, merge
+from sglang_sparse.options import SparseDecodeOptions
 
 from .results import DEFAULT_PATH, Results
 
