@@ -126,7 +126,7 @@ def served(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> FakeServer:
         client.start_seconds = 0.0
         yield client
 
-    server.delay = 0.002
+    server.delay = 0.01
     for module in (tpot, load):
         monkeypatch.setattr(module, "Server", start)
         monkeypatch.setattr(module, "require_cuda", lambda: None)

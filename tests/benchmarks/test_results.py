@@ -81,7 +81,10 @@ def test_the_commit_tells_whether_files_differ(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     # A repository above the temporary folder is none of ours.
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("BENCHMARK_COMMIT", raising=False)
     assert machine.commit() == "unknown"
+    monkeypatch.setenv("BENCHMARK_COMMIT", "abc")
+    assert machine.commit() == "abc"
     git(tmp_path, "init", "-q")
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "code.py").write_text("1")
