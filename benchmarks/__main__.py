@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("benchmarks", "sglang_sparse", "sparse_kernels"):
             raise
-        print(f"benchmarks {name}: {error.name} is not installed: nothing was measured", file=sys.stderr)
+        missing = f"{error.name} is not installed" if error.name else " ".join(str(error).split())
+        print(f"benchmarks {name}: {missing}: nothing was measured", file=sys.stderr)
         return 2
 
 

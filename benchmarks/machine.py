@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,10 +53,13 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout, with `-dirty` if tracked files differ from it; `unknown` where git cannot tell."""
+    """The commit of this checkout, with `-dirty` if tracked files differ from it.
+
+    Where git cannot tell, as in a copy without its repository, what `BENCHMARK_COMMIT` says, or else `unknown`.
+    """
     head = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     if not head:
-        return "unknown"
+        return os.environ.get("BENCHMARK_COMMIT") or "unknown"
     # Rows are appended by the very runs that they describe: that changes nothing that was measured.
     changed = _output(
         "git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results.csv"

@@ -42,10 +42,12 @@ def make_prompts(kind: str, count: int, context: int, *, model: str, tokenizer: 
         rng = random.Random(0)
         low = min(1000, config["vocab_size"] // 2)
         return [[rng.randrange(low, config["vocab_size"]) for _ in range(context)] for _ in range(count)]
+    from sglang_sparse import cpu
     from sglang_sparse.calibrate.errors import CalibrationError
     from sglang_sparse.calibrate.model import load_tokenizer
     from sglang_sparse.calibrate.prompts import generate_prompts
 
+    cpu.activate()
     try:
         made = generate_prompts(load_tokenizer(Path(tokenizer or model)), context=context, count=count, tokens=1)
     except CalibrationError as error:

