@@ -52,4 +52,4 @@ def prepare(inputs: AttentionInputs) -> list[PeerCall]:
         num_splits=0,
         **schedule,
     )
-    return [PeerCall("all blocks", call)]
+    return [PeerCall("in place", call)]

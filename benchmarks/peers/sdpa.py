@@ -24,4 +24,4 @@ def prepare(inputs: AttentionInputs) -> list[PeerCall]:
         )
         return out[:, :, 0]
 
-    return [PeerCall("all blocks, contiguous copy", partial(call, inputs.q))]
+    return [PeerCall("contiguous copy", partial(call, inputs.q))]

@@ -81,4 +81,4 @@ def prepare(inputs: AttentionInputs) -> list[PeerCall]:
         call()
         return out
 
-    return [PeerCall("all blocks", with_output)]
+    return [PeerCall("in place", with_output)]

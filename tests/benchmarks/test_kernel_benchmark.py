@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from sparse_kernels import sparse_attention_reference
 
 from benchmarks import peers
 from benchmarks.errors import BenchmarkError
+from benchmarks.kernels import bench_sparse_attention as attention_benchmark
 from benchmarks.kernels.bench_sparse_attention import bytes_to_move, make_lists, peer_inputs
 from benchmarks.kernels.common import Measurement, Suite, result_rows
 from benchmarks.peers import flashinfer_paged, flashinfer_variable, sdpa
@@ -19,7 +21,7 @@ SUITE = Suite(
     batches=(3,),
     contexts=(700,),
     num_kv_heads=2,
-    head_dim=16,
+    head_dim=64,
     dtype=torch.float32,
     device="cpu",
 )
@@ -100,7 +102,7 @@ def test_shares_of_a_profile_are_kept() -> None:
 def test_bytes_are_those_of_the_listed_blocks() -> None:
     inputs, _ = case("0.2")
     blocks = int(inputs.lists[1].sum())
-    assert bytes_to_move(SUITE, SUITE.batch(3, 700), inputs.lists) == blocks * (2 * 16 * 16 * 4 + 4)
+    assert bytes_to_move(SUITE, SUITE.batch(3, 700), inputs.lists) == blocks * (2 * 16 * 64 * 4 + 4)
 
 
 def test_a_measurement_becomes_a_row() -> None:
@@ -131,3 +133,87 @@ def test_an_absent_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert "flashinfer" in peers.import_problem("flashinfer")
     assert peers.import_problem("json") == ""
+
+
+class FakePaged:
+    """FlashInfer's paged decode, as far as we use it, in torch."""
+
+    plans = 0
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str = "NHD", use_tensor_cores: bool = False) -> None:
+        assert kv_layout == "NHD"
+        assert use_tensor_cores
+
+    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **more) -> None:
+        assert (num_qo_heads, num_kv_heads, head_dim, page_size) == (4, 1, 64, 16)
+        assert {indptr.dtype, indices.dtype, last_page_len.dtype} == {torch.int32}
+        self.rows = (indptr.tolist(), indices.long(), last_page_len.tolist(), more["sm_scale"])
+        FakePaged.plans += 1
+
+    def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        indptr, indices, last, scale = self.rows
+        for row in range(len(q)):
+            own = indices[indptr[row] : indptr[row + 1]]
+            tokens = (len(own) - 1) * 16 + last[row]
+            k, v = (cache[own, :, 0].flatten(0, 1)[:tokens] for cache in caches)
+            out[row] = attend(q[row], k, v, scale)
+
+
+class FakeVariable:
+    """FlashInfer's variable block-sparse attention, as far as we use it, in torch."""
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        pass
+
+    def plan(self, block_mask_map, block_row_sz, block_col_sz, num_qo_heads, num_kv_heads, head_dim, **more) -> None:
+        assert block_mask_map.shape == (num_kv_heads, block_row_sz.shape[1], block_col_sz.shape[1])
+        assert (num_qo_heads, head_dim, more["q_data_type"]) == (4 * num_kv_heads, 64, torch.float32)
+        self.planned = (block_mask_map, block_col_sz, more["sm_scale"])
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask, sizes, scale = self.planned
+        groups = q.view(len(mask), -1, q.shape[-1])
+        reads = [m[0].repeat_interleave(s) for m, s in zip(mask, sizes, strict=True)]
+        rows = [attend(g, k[i][r], v[i][r], scale) for i, (g, r) in enumerate(zip(groups, reads, strict=True))]
+        return torch.cat(rows)[:, None]
+
+
+def test_peers_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The whole run of the attention benchmark with clocks that stand still; FlashInfer is a stand-in."""
+    fake = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=FakePaged, VariableBlockSparseAttentionWrapper=FakeVariable
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    for peer in (flashinfer_paged, flashinfer_variable):
+        monkeypatch.setattr(peer, "WORKSPACE_BYTES", 16)
+    monkeypatch.setattr("benchmarks.kernels.common.MAX_SETS", 2)
+    monkeypatch.setattr("benchmarks.kernels.common.ROTATED_BYTES", 2**23)
+
+    def timed(calls: list) -> float:
+        assert len(calls) == 2
+        for call in calls:
+            call()
+        return 1e-3
+
+    monkeypatch.setattr(attention_benchmark, "TIMERS", dict.fromkeys(("graph", "eager", "host"), timed))
+    monkeypatch.setattr(attention_benchmark, "time_in_turn", timed)
+    suite = replace(SUITE, kept=("0.3", "1"), peers=("sdpa", "flashinfer-paged", "flashinfer-variable"))
+    measured = [(m.impl, m.case, m.bytes is not None) for m in attention_benchmark.run(suite)]
+    assert measured == [
+        ("sparse_kernels", "lists, kept 0.3", True),
+        ("flashinfer-paged", "lists, kept 0.3; kernel", True),
+        ("flashinfer-paged", "lists, kept 0.3; plan", False),
+        ("flashinfer-paged", "lists, kept 0.3; plan and kernel", True),
+        ("flashinfer-variable", "lists, kept 0.3; kernel, contiguous copy", True),
+        ("flashinfer-variable", "lists, kept 0.3; plan", False),
+        ("flashinfer-variable", "lists, kept 0.3; plan and kernel", True),
+        ("sparse_kernels", "all blocks", True),
+        ("sdpa", "all blocks; contiguous copy", True),
+    ]
+    assert capsys.readouterr().out == ""
+
+    # Wrong results are not timed.
+    monkeypatch.setattr(FakeVariable, "run", lambda self, q, k, v: torch.zeros_like(q))
+    wrong = replace(suite, kept=("0.3",), peers=("flashinfer-variable",))
+    assert [m.impl for m in attention_benchmark.run(wrong)] == ["sparse_kernels"]
+    assert "peer flashinfer-variable, B=3 context=700 kept=" in capsys.readouterr().out
