@@ -116,7 +116,7 @@ def tile_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
     if head_dim <= 64:
         return TileConfig(tile=128, num_warps=4, num_stages=4)
     if head_dim <= 128:
-        return TileConfig(tile=64, num_warps=4, num_stages=4)
+        return TileConfig(tile=128, num_warps=4, num_stages=2)
     return TileConfig(tile=64, num_warps=8, num_stages=2)
 
 

@@ -8,7 +8,7 @@ from . import _threshold_search as threshold_search
 from ._select_single import select_single, vector_bound
 from .selection_tap import TapPoint
 
-SINGLE_LIMIT = 8192
+SINGLE_LIMIT = 16384
 """Largest row capacity, in blocks, that a program keeps in registers; longer rows go through scratch in chunks."""
 
 CHUNK = 4096
@@ -67,7 +67,6 @@ def _select_chunked(
     valid = tl.full((), 1, tl.int32)
     HEADS: tl.constexpr = G if EVERY else 1
     GROUP: tl.constexpr = 1 if EVERY else G
-    nothing = tl.zeros((1,), tl.int32)
     for head in range(HEADS):
         highest_key = tl.full((), -1, tl.int32)
         forced_sum = tl.zeros((), tl.int64)
@@ -100,13 +99,10 @@ def _select_chunked(
             goal - (forced_sum & threshold_search._MASS_MASK),
             highest_key,
             _first_guess(target, blocks_in_row, BY_COUNT),
-            nothing,
-            nothing,
             patterns,
             sink,
             tail,
             CHUNK,
-            False,
             BY_COUNT,
         )
         tl.debug_barrier()

@@ -37,7 +37,7 @@ def packed_weights(keys, BY_COUNT: tl.constexpr):
         weights = tl.full(keys.shape, 1, tl.int64)
     else:
         shares = tl.where(taking_part, keys, 0).to(tl.float32, bitcast=True)
-        weights = (shares * _MASS_UNIT).to(tl.int64)
+        weights = (shares * _MASS_UNIT + 0.5).to(tl.int64)
     one = tl.full(keys.shape, 1, tl.int64) << _COUNT_SHIFT
     return tl.where(taking_part, weights + one, 0)
 
@@ -49,31 +49,25 @@ def free_keys(patterns, blocks, sink, tail):
 
 
 @triton.jit
-def _sum_from(threshold, keys, weights, patterns, first, last, CHUNK: tl.constexpr, SINGLE, BY_COUNT: tl.constexpr):
+def _sum_from(threshold, patterns, first, last, CHUNK: tl.constexpr, BY_COUNT: tl.constexpr):
     """Packed sum of the weights of keys at or above a threshold; `[first, last)` are the free blocks."""
-    if SINGLE:
-        return tl.sum(tl.where(keys >= threshold, weights, 0))
-    else:
-        total = tl.zeros((CHUNK,), tl.int64)
-        for start in range(first // CHUNK * CHUNK, last, CHUNK):
-            blocks = start + tl.arange(0, CHUNK)
-            chunk = free_keys(tl.load(patterns + blocks, mask=blocks < last, other=0), blocks, first, last)
-            total += tl.where(chunk >= threshold, packed_weights(chunk, BY_COUNT), 0)
-        return tl.sum(total)
+    total = tl.zeros((CHUNK,), tl.int64)
+    for start in range(first // CHUNK * CHUNK, last, CHUNK):
+        blocks = start + tl.arange(0, CHUNK)
+        chunk = free_keys(tl.load(patterns + blocks, mask=blocks < last, other=0), blocks, first, last)
+        total += tl.where(chunk >= threshold, packed_weights(chunk, BY_COUNT), 0)
+    return tl.sum(total)
 
 
 @triton.jit
-def search(
-    missing, highest, guess, keys, weights, patterns, first, last, CHUNK: tl.constexpr, SINGLE, BY_COUNT: tl.constexpr
-):
+def search(missing, highest, guess, patterns, first, last, CHUNK: tl.constexpr, BY_COUNT: tl.constexpr):
     """Finds the free blocks to keep.
 
     Args:
         missing: int64, what the weights of the kept free blocks must reach.
         highest: the largest key.
         guess: the first threshold to test; a good one saves steps.
-        keys, weights: of all blocks, `[CHUNK]`, if SINGLE.
-        patterns: pointer to the row's shares, not SINGLE.
+        patterns: pointer to the row's shares.
         first, last: the free blocks are `[first, last)`.
 
     Returns:
@@ -82,14 +76,14 @@ def search(
     """
     low = tl.zeros((), tl.int32)
     high = highest + 1
-    low_sum = _sum_from(low, keys, weights, patterns, first, last, CHUNK, SINGLE, BY_COUNT)
+    low_sum = _sum_from(low, patterns, first, last, CHUNK, BY_COUNT)
     high_sum = tl.zeros((), tl.int64)
     reachable = (low_sum & _MASS_MASK) >= missing
     searching = (missing > 0) & reachable
     middle = tl.minimum(tl.maximum(guess, low + 1), high - 1)
     # Invariant while searching: the weights from `low` reach `missing`, those from `high` do not.
     while searching & (high - low > 1) & ((low_sum >> _COUNT_SHIFT) - (high_sum >> _COUNT_SHIFT) > 1):
-        middle_sum = _sum_from(middle, keys, weights, patterns, first, last, CHUNK, SINGLE, BY_COUNT)
+        middle_sum = _sum_from(middle, patterns, first, last, CHUNK, BY_COUNT)
         enough = (middle_sum & _MASS_MASK) >= missing
         low = tl.where(enough, middle, low)
         low_sum = tl.where(enough, middle_sum, low_sum)

@@ -107,6 +107,10 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+NAMED_LINES = 20
+"""Where a picture has more lines, those of one setting are not named."""
+
+
 def plotting() -> Any:
     """matplotlib's pyplot for files; raises CalibrationError without matplotlib."""
     try:
@@ -125,19 +129,23 @@ def plot(path: Path, about: Mapping[str, Any], entries: Sequence[Mapping[str, An
     `about` and `entries` are what `write_json` writes, so a picture can be drawn anew from a report.
     """
     pyplot = plotting()
-    figure, (curve, heat) = pyplot.subplots(1, 2, figsize=(13, 5.5), width_ratios=(3, 2))
+    figure, (curve, heat) = pyplot.subplots(1, 2, figsize=(13, 7), width_ratios=(3, 2))
     curve.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     lines: dict[str, list[tuple[float, float]]] = {}
     for made in entries:
         name = f"{made['estimator']} {made['rule']}".removesuffix(" coverage")
         # A KL of 0 has no place on a logarithmic axis.
         lines.setdefault(name, []).append((made["bytes_read"], max(made["kl_mean"], 1e-7)))
+    single = [points[0] for points in lines.values() if len(points) == 1] if len(lines) > NAMED_LINES else []
     for name, points in lines.items():
-        curve.plot(*zip(*sorted(points), strict=True), marker="o", ms=3, label=name)
+        if len(points) > 1 or not single:
+            curve.plot(*zip(*sorted(points), strict=True), marker="o", ms=3, label=name)
+    if single:
+        curve.plot(*zip(*single, strict=True), ".", ms=4, color="0.6", zorder=0, label="others, one setting each")
     curve.set(yscale="log", xlabel="bytes read ÷ all KV bytes", ylabel="mean KL to dense, nats")
     curve.set_title(f"{about['model']}, {about['context']} tokens, {about['prompts']} prompts")
     curve.grid(alpha=0.3)
-    curve.legend(fontsize=6)
+    curve.legend(fontsize=6, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     image = heat.imshow(shown["kept_by_head"], aspect="auto", vmin=0, cmap="viridis")
     heat.set(xlabel="KV head", ylabel="layer", xticks=range(len(shown["kept_by_head"][0])))
     heat.set_title(f"blocks kept: {shown['estimator']} {shown['value']:g}", fontsize=9)
