@@ -145,8 +145,8 @@ def _two_between(low, high, low_sum, high_sum, count, goal):
     """Two thresholds inside `(low, high)`, of which the goal is hoped to lie between.
 
     Over more than an octave they are the bracket's thirds. In less, shares are spread about evenly, and the goal's
-    place follows from the sums at both ends, off by about the square root of the number of blocks: over random rows half
-    of that took the fewest passes.
+    place follows from the sums at both ends, off by about the square root of the number of blocks. Half of that took
+    the fewest passes over random rows.
     """
     span = (high - low).to(tl.float32)
     wide = high - low > (1 << 23)
