@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_sparse import sglang_compat
 from sglang_sparse.decode_step import DecodeStep
-from sglang_sparse.geometry import Geometry
+from sglang_sparse.geometry import Geometry, table_pages
 from sglang_sparse.observe.audit import CoverageAudit
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.prefill import check_prefill, summarise_prefill
@@ -56,7 +56,7 @@ class SparseDecodeBackend(AttentionBackend):
             layers=len(layers),
             pages=pool.get_key_buffer(0).shape[0] // pool.page_size,
             max_requests=rows,
-            max_pages=-(-width // pool.page_size),
+            max_pages=table_pages(width, pool.page_size),
             device=pool.device,
         )
         self.audit: CoverageAudit | None = None

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
+PAGE_ALIGNMENT = 16
+
+
+def table_pages(tokens: int, page_size: int) -> int:
+    """Pages that a request's row in the step's buffers has room for, when requests have up to `tokens` tokens.
+
+    A multiple of 16, so that rows of blocks are one as well: the rules then load them in vectors.
+    """
+    return -(-tokens // (page_size * PAGE_ALIGNMENT)) * PAGE_ALIGNMENT
+
 
 @dataclass(frozen=True)
 class Geometry:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.geometry import Geometry
+from sglang_sparse.geometry import Geometry, table_pages
 from sglang_sparse.options import ModelShape, OptionsError, SparseDecodeOptions
 
 BACKEND_NAME = "sparse_decode"
@@ -313,7 +313,8 @@ def cache_shape(owner: Any) -> dict[str, Any]:
     return {
         "geometry": geometry,
         "layers": owner.layer_info.num_effective_layers,
-        "max_pages": -(-model.context_len // geometry.page_size) + 1,
+        # The request table is a few tokens wider than the context.
+        "max_pages": table_pages(model.context_len + geometry.page_size, geometry.page_size),
         # SGLang's own upper bound where --max-running-requests is not given.
         "max_requests": arguments.max_running_requests or 4096,
     }

@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 
 from . import _threshold_search as threshold_search
-from ._select_single import select_single, vector_bound
+from ._select_single import select_single
 from .selection_tap import TapPoint
 
-SINGLE_LIMIT = 16384
-"""Largest row capacity, in blocks, that a program keeps in registers; longer rows go through scratch in chunks."""
+SINGLE_SIZES = (2048, 8192, 16384)
+"""Rows up to these lengths, in blocks, are kept in registers by a program; longer ones go through scratch in chunks."""
 
 CHUNK = 4096
 
@@ -126,21 +126,6 @@ def _append(lists, count, kept, blocks):
 
 
 @triton.jit
-def _list_flags(lists, flags, blocks_in_row, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Writes the list of the blocks whose flag, a byte, is not 0; returns their number."""
-    RUN: tl.constexpr = 16
-    runs = tl.arange(0, CHUNK // RUN)
-    blocks = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    kept = tl.load(flags + blocks, mask=blocks < vector_bound(blocks_in_row, ALIGNED), other=0).to(tl.int32)
-    kept = tl.where(blocks < blocks_in_row, kept, 0)
-    in_run = tl.sum(kept, 1)
-    up_to_run = tl.cumsum(in_run, 0)
-    ranks = tl.cumsum(kept, 1) + (up_to_run - in_run)[:, None]
-    tl.store(lists + ranks - 1, blocks, mask=kept != 0)
-    return tl.sum(in_run, 0)
-
-
-@triton.jit
 def _copy_row(
     lists,
     count,
@@ -208,7 +193,10 @@ def _select_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    SINGLE: tl.constexpr,
+    SMALL: tl.constexpr,
+    MEDIUM: tl.constexpr,
+    LARGE: tl.constexpr,
+    LONGER: tl.constexpr,
     ALIGNED: tl.constexpr,
     D: tl.constexpr,
     Q_CHUNK: tl.constexpr,
@@ -238,44 +226,89 @@ def _select_kernel(
     # A NaN target selects nothing: it keeps all blocks.
     if (length >= min_context) & (target < limit) & (blocks_in_row > 0):
         goal = threshold_search.goal_of(target, blocks_in_row, BY_COUNT)
-        if SINGLE:
-            guess = _first_guess(target, blocks_in_row, BY_COUNT)
-            kept = select_single(
-                mass,
-                mass_group_stride,
-                goal.to(tl.int32),
-                guess,
-                blocks_in_row,
-                sink,
-                tail,
-                G,
-                EVERY,
-                BY_COUNT,
-                CHUNK,
-                ALIGNED,
-            )
-            blocks = tl.arange(0, CHUNK)
-            # The list's ranks are counted over flags read back as bytes: a thread then holds a run of blocks, which
-            # makes the prefix sum several times as fast.
-            row_flags = patterns.to(tl.pointer_type(tl.uint8))
-            if kept_mask is not None:
-                row_flags = row_mask
-            bound = vector_bound(blocks_in_row, ALIGNED)
-            tl.store(row_flags + blocks, kept.to(tl.uint8), mask=blocks < bound)
-            tl.debug_barrier()
-            count = _list_flags(lists, row_flags, blocks_in_row, CHUNK, ALIGNED)
-        else:
-            valid = _select_chunked(
-                mass, mass_group_stride, patterns, target, goal, blocks_in_row, sink, tail, G, EVERY, BY_COUNT, CHUNK
-            )
-            for start in range(0, blocks_in_row, CHUNK):
-                blocks = start + tl.arange(0, CHUNK)
-                inside = blocks < blocks_in_row
-                flagged = tl.load(patterns + blocks, mask=inside, other=0) < 0
-                kept = inside & (flagged | (blocks < sink) | (blocks >= tail) | (valid == 0))
-                count = _append(lists, count, kept, blocks)
-                if kept_mask is not None:
-                    tl.store(row_mask + blocks, kept.to(tl.uint8), mask=inside)
+        guess = _first_guess(target, blocks_in_row, BY_COUNT)
+        row_flags = patterns.to(tl.pointer_type(tl.uint8))
+        if kept_mask is not None:
+            row_flags = row_mask
+        # A row takes the least of these sizes that holds it, whatever the capacity.
+        if SMALL:  # noqa: SIM102 - a condition of the compiler's
+            if blocks_in_row <= SMALL:
+                count = select_single(
+                    mass,
+                    mass_group_stride,
+                    goal.to(tl.int32),
+                    guess,
+                    blocks_in_row,
+                    sink,
+                    tail,
+                    lists,
+                    row_flags,
+                    G,
+                    EVERY,
+                    BY_COUNT,
+                    SMALL,
+                    ALIGNED,
+                )
+        if MEDIUM:  # noqa: SIM102 - a condition of the compiler's
+            if (blocks_in_row > SMALL) & (blocks_in_row <= MEDIUM):
+                count = select_single(
+                    mass,
+                    mass_group_stride,
+                    goal.to(tl.int32),
+                    guess,
+                    blocks_in_row,
+                    sink,
+                    tail,
+                    lists,
+                    row_flags,
+                    G,
+                    EVERY,
+                    BY_COUNT,
+                    MEDIUM,
+                    ALIGNED,
+                )
+        if LARGE:  # noqa: SIM102 - a condition of the compiler's
+            if (blocks_in_row > MEDIUM) & (blocks_in_row <= LARGE):
+                count = select_single(
+                    mass,
+                    mass_group_stride,
+                    goal.to(tl.int32),
+                    guess,
+                    blocks_in_row,
+                    sink,
+                    tail,
+                    lists,
+                    row_flags,
+                    G,
+                    EVERY,
+                    BY_COUNT,
+                    LARGE,
+                    ALIGNED,
+                )
+        if LONGER:  # noqa: SIM102 - a condition of the compiler's
+            if (blocks_in_row > SMALL) & (blocks_in_row > MEDIUM) & (blocks_in_row > LARGE):
+                valid = _select_chunked(
+                    mass,
+                    mass_group_stride,
+                    patterns,
+                    target,
+                    goal,
+                    blocks_in_row,
+                    sink,
+                    tail,
+                    G,
+                    EVERY,
+                    BY_COUNT,
+                    CHUNK,
+                )
+                for start in range(0, blocks_in_row, CHUNK):
+                    blocks = start + tl.arange(0, CHUNK)
+                    inside = blocks < blocks_in_row
+                    flagged = tl.load(patterns + blocks, mask=inside, other=0) < 0
+                    kept = inside & (flagged | (blocks < sink) | (blocks >= tail) | (valid == 0))
+                    count = _append(lists, count, kept, blocks)
+                    if kept_mask is not None:
+                        tl.store(row_mask + blocks, kept.to(tl.uint8), mask=inside)
     else:
         for start in range(0, blocks_in_row, CHUNK):
             blocks = start + tl.arange(0, CHUNK)
@@ -327,8 +360,10 @@ def launch_select(
     batch, kv_heads, group_size, capacity = log_mass.shape
     if batch == 0:
         return
-    single = capacity <= SINGLE_LIMIT
-    chunk = max(128, triton.next_power_of_2(capacity)) if single else CHUNK
+    widest = max(128, triton.next_power_of_2(capacity))
+    # Three sizes, 0 for those that no row needs.
+    sizes = sorted({min(size, widest) for size in SINGLE_SIZES})
+    sizes += [0] * (3 - len(sizes))
     masks = () if kept_mask is None else kept_mask.stride()[:2]
     aligned = all(stride % 16 == 0 for stride in (capacity, *log_mass.stride()[:3], *masks))
     head_dim = 1 if tap is None else tap.q.shape[2]
@@ -364,10 +399,13 @@ def launch_select(
         BY_COUNT=by_count,
         PAGE=page_size,
         BLOCK=block_size,
-        CHUNK=chunk,
-        SINGLE=single,
+        CHUNK=CHUNK,
+        SMALL=sizes[0],
+        MEDIUM=sizes[1],
+        LARGE=sizes[2],
+        LONGER=capacity > max(sizes),
         ALIGNED=aligned,
         D=head_dim,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),
-        num_warps=min(16, max(1, chunk // 1024)),
+        num_warps=min(8, max(1, widest // 256)),
     )

@@ -203,6 +203,21 @@ def smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, 
 
 
 @triton.jit
+def _list_flags(lists, flags, blocks_in_row, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Writes the list of the blocks whose flag, a byte, is not 0; returns their number."""
+    RUN: tl.constexpr = 16
+    runs = tl.arange(0, CHUNK // RUN)
+    blocks = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    kept = tl.load(flags + blocks, mask=blocks < vector_bound(blocks_in_row, ALIGNED), other=0).to(tl.int32)
+    kept = tl.where(blocks < blocks_in_row, kept, 0)
+    in_run = tl.sum(kept, 1)
+    up_to_run = tl.cumsum(in_run, 0)
+    ranks = tl.cumsum(kept, 1) + (up_to_run - in_run)[:, None]
+    tl.store(lists + ranks - 1, blocks, mask=kept != 0)
+    return tl.sum(in_run, 0)
+
+
+@triton.jit
 def select_single(
     log_mass,
     group_stride,
@@ -211,13 +226,16 @@ def select_single(
     blocks_in_row,
     sink,
     tail,
+    lists,
+    flags,
     G: tl.constexpr,
     EVERY: tl.constexpr,
     BY_COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Which blocks a row keeps, `[CHUNK]`, for rows of at most CHUNK blocks; `[sink, tail)` are the free ones."""
+    """Writes the list and the flags, a byte a block, of a row of at most CHUNK blocks, and returns the list's length.
+    The free blocks are `[sink, tail)`."""
     blocks = tl.arange(0, CHUNK)
     if EVERY:
         kept = (blocks < blocks_in_row) & ((blocks < sink) | (blocks >= tail))
@@ -225,7 +243,11 @@ def select_single(
             row = log_mass + head * group_stride
             shares, valid = mean_shares(row, group_stride, blocks, blocks_in_row, 1, CHUNK, ALIGNED)
             kept = kept | smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, BY_COUNT)
-        return kept
     else:
         shares, valid = mean_shares(log_mass, group_stride, blocks, blocks_in_row, G, CHUNK, ALIGNED)
-        return smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, BY_COUNT)
+        kept = smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, BY_COUNT)
+    tl.store(flags + blocks, kept.to(tl.uint8), mask=blocks < vector_bound(blocks_in_row, ALIGNED))
+    # The list's ranks are counted over flags read back as bytes: a thread then holds a run of blocks, which makes the
+    # prefix sum several times as fast.
+    tl.debug_barrier()
+    return _list_flags(lists, flags, blocks_in_row, CHUNK, ALIGNED)

@@ -153,9 +153,9 @@ def run_rule(
     lists = poisoned(batch, kv_heads, capacity, dtype=torch.int32)
     counts = poisoned(batch, kv_heads, dtype=torch.int32)
     kept_mask = poisoned(batch, kv_heads, capacity, dtype=torch.uint8)
-    limits = (_select.SINGLE_LIMIT, _select.CHUNK)
+    limits = (_select.SINGLE_SIZES, _select.CHUNK)
     if path == "chunked":
-        _select.SINGLE_LIMIT, _select.CHUNK = 1, 32
+        _select.SINGLE_SIZES, _select.CHUNK = (), 32
     try:
         rule(
             log_mass,
@@ -176,7 +176,7 @@ def run_rule(
             impl="torch" if path == "torch" else "triton",
         )
     finally:
-        _select.SINGLE_LIMIT, _select.CHUNK = limits
+        _select.SINGLE_SIZES, _select.CHUNK = limits
     poison = poisoned(1, dtype=torch.int32).item()
     result = []
     for b in range(batch):

@@ -12,7 +12,7 @@ from rule_cases import (
     rule_cases,
     run_rule,
 )
-from sparse_kernels import coverage_rule
+from sparse_kernels import _select, coverage_rule
 
 GAMMAS = st.one_of(st.sampled_from([0.0, 0.5, 0.95, 0.99, 1.0, 2.0]), st.floats(1 / 128, 1 - 1 / 8192, width=32))
 TOLERANCE = 1e-5
@@ -199,14 +199,23 @@ def test_sums_over_long_rows_are_exact_to_1e_6(path, spread):
     assert share[kept].sum() - share[kept].min() < gamma + 1e-6
 
 
+@pytest.mark.parametrize("capacity", [300, 304])
+def test_a_row_takes_the_size_that_holds_it(monkeypatch, capacity):
+    """Rows of each size, on both sides of its end, in one batch; the longest go through scratch."""
+    monkeypatch.setattr(_select, "SINGLE_SIZES", (128, 256))
+    monkeypatch.setattr(_select, "CHUNK", 64)
+    lengths = [blocks * 8 for blocks in (0, 1, 127, 128, 129, 255, 256, 257, 300)]
+    case = make_rule_case(lengths, [0.9] * 9, capacity=capacity, sink_tokens=8, window_tokens=16, kv_heads=1)
+    expected = run_rule(coverage_rule, "gamma", case, "torch")
+    assert any(len(row) < case.blocks(b) for b, (row,) in enumerate(expected))
+    assert run_rule(coverage_rule, "gamma", case, "triton") == expected
+
+
 def run_long(case, path):
     """`run_rule` for one long row, in the chunks that production uses."""
-    from sparse_kernels import _select
-
     capacity = case.log_mass.shape[3]
     lists, counts = poisoned(1, 1, capacity, dtype=torch.int32), poisoned(1, 1, dtype=torch.int32)
-    limit = _select.SINGLE_LIMIT
-    if path == "triton" and capacity > limit:
+    if path == "triton" and capacity > max(_select.SINGLE_SIZES):
         pytest.skip("rows of this length are always chunked")
     log_mass, seq_lens, gamma = case.tensors()
     coverage_rule(
