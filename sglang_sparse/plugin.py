@@ -19,6 +19,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_sparse import option_sources
 from sglang_sparse import sglang_compat as compat
+from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
 from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
     kwargs |= _prepare(options, kwargs)
     server_args = ServerArgs(**kwargs)
     _check_model(options, server_args)
+    _install(tokenizer_hooks(options))
     options.to_environment()
     return {"server_args": server_args}
 
@@ -92,6 +94,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
             setattr(namespace, name, value)
         server_args = original(cls, namespace)
         _check_model(options, server_args)
+        _install(tokenizer_hooks(options) | http_hooks(options))
         options.to_environment()
         return server_args
     except OptionsError as error:
@@ -113,6 +116,18 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
     page_size = given.get("page_size", options.page_size or DEFAULT_PAGE_SIZE)
     options.check_page_size(page_size)
     return {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
+
+
+def _install(hooks: dict[str, Callable]) -> None:
+    """Puts hooks of this process in place now: plugins were loaded before it was known that sparse decode is on.
+
+    Raises OptionsError if SGLang lacks a target, or if another plugin's hook took the place.
+    """
+    _verify_targets(tuple(hooks))
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    _verify_hooks(tuple(hooks))
 
 
 def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
@@ -147,6 +162,8 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
     hook(compat.REPORT_DECODE, _report_decode, HookType.AROUND)
     hook(compat.ALLOC_EXTEND, alloc_extend, HookType.AROUND)
     hook(compat.ALLOC_DECODE, alloc_decode, HookType.AROUND)
+    for target, control_hook in scheduler_hooks(lambda: _backend).items():
+        hook(target, control_hook, HookType.AROUND)
 
 
 def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDecodeBackend:
