@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_options: SparseDecodeOptions | None = None
+"""Of the process that parsed the arguments."""
 _backend: SparseDecodeBackend | None = None
 _coverage_metric: CoverageMetric | None = None
 _memory_is_reserved = False
@@ -71,7 +73,7 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
     kwargs |= _prepare(options, kwargs)
     server_args = ServerArgs(**kwargs)
     _check_model(options, server_args)
-    _install(tokenizer_hooks(options))
+    _install(options, tokenizer_hooks(_current_options))
     options.to_environment()
     return {"server_args": server_args}
 
@@ -94,7 +96,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
             setattr(namespace, name, value)
         server_args = original(cls, namespace)
         _check_model(options, server_args)
-        _install(tokenizer_hooks(options) | http_hooks(options))
+        _install(options, tokenizer_hooks(_current_options) | http_hooks(_current_options))
         options.to_environment()
         return server_args
     except OptionsError as error:
@@ -118,16 +120,24 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
     return {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
 
 
-def _install(hooks: dict[str, Callable]) -> None:
+def _install(options: SparseDecodeOptions, hooks: dict[str, Callable]) -> None:
     """Puts hooks of this process in place now: plugins were loaded before it was known that sparse decode is on.
 
-    Raises OptionsError if SGLang lacks a target, or if another plugin's hook took the place.
+    Raises OptionsError if SGLang lacks a target, or if a hook does not take its place.
     """
+    global _options
+    _options = options
     _verify_targets(tuple(hooks))
     for target, hook in hooks.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
+        if target not in HookRegistry._patched:
+            HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.apply_hooks()
     _verify_hooks(tuple(hooks))
+
+
+def _current_options() -> SparseDecodeOptions:
+    assert _options is not None
+    return _options
 
 
 def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Blocks read by each request, once a step for all layers. Bytes: counts, lengths and totals; what counts is the launch."""
+"""Blocks read by each request, once a step for all layers. Bytes: counts, lengths, totals; the launch matters."""
 
 from __future__ import annotations
 

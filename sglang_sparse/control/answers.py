@@ -1,4 +1,4 @@
-"""What each request read, in the tokenizer process: into the answer's `meta_info`, and the `usage` of OpenAI's routes."""
+"""What each request read, in the tokenizer process: into an answer's `meta_info` and the `usage` of OpenAI's routes."""
 
 from __future__ import annotations
 

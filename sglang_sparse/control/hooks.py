@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 _COUNTS = "sparse_decode_counts"
 
 
-def tokenizer_hooks(options: SparseDecodeOptions) -> dict[str, Callable]:
-    """Hooks, by target, of the process that receives requests: their `custom_params` and what their answers say."""
+def tokenizer_hooks(options_of: Callable[[], SparseDecodeOptions]) -> dict[str, Callable]:
+    """Hooks, by target, of the process that receives requests: their `custom_params` and what their answers say.
+
+    `options_of` gives what the server was started with; a process may start several Engines one after the other.
+    """
 
     def init_communicators(original: Callable, manager: Any, server_args: Any) -> None:
         from sglang_sparse.control import messages
@@ -29,7 +32,7 @@ def tokenizer_hooks(options: SparseDecodeOptions) -> dict[str, Callable]:
 
     def create_tokenized(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
         tokenized = original(manager, *args, **kwargs)
-        request.check_custom_params(getattr(tokenized.sampling_params, "custom_params", None), options)
+        request.check_custom_params(getattr(tokenized.sampling_params, "custom_params", None), options_of())
         return tokenized
 
     return {
@@ -39,13 +42,13 @@ def tokenizer_hooks(options: SparseDecodeOptions) -> dict[str, Callable]:
     }
 
 
-def http_hooks(options: SparseDecodeOptions) -> dict[str, Callable]:
+def http_hooks(options_of: Callable[[], SparseDecodeOptions]) -> dict[str, Callable]:
     """Hooks, by target, of the process that serves HTTP."""
 
     def run_http_server(original: Callable, server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> Any:
         from sglang_sparse.control import http, messages
 
-        app = compat.http_app()
+        app, options = compat.http_app(), options_of()
         http.add_routes(app, options, functools.partial(messages.exchange, tokenizer_manager))
         http.check_before_streams(app, "/generate", options)
         return original(server_args, tokenizer_manager, *args, **kwargs)

@@ -60,20 +60,18 @@ def add_routes(app: FastAPI, options: SparseDecodeOptions, exchange: Exchange) -
 def check_before_streams(app: FastAPI, path: str, options: SparseDecodeOptions) -> None:
     """Makes the route `path`, which takes SGLang's GenerateReqInput, refuse wrong `custom_params` with HTTP 400.
 
-    Without streaming, SGLang does so itself when a check in the tokenizer manager raises; a stream has answered HTTP 200
-    by then.
+    Without streaming, SGLang does so itself when a check in the tokenizer manager raises; a stream has answered HTTP
+    200 by then.
 
     Raises:
         LookupError: there is no such route.
     """
-    for index, route in enumerate(app.router.routes):
-        if getattr(route, "path", None) == path:
-            break
-    else:
+    routes: list[Any] = app.router.routes
+    index = next((i for i, route in enumerate(routes) if getattr(route, "path", None) == path), None)
+    if index is None:
         raise LookupError(f"SGLang's HTTP server has no route {path}")
-    # The one FastAPI route type, whose arguments are attributes of the route.
-    route_type: Any = type(route)
-    original: Any = route.endpoint  # type: ignore[attr-defined]
+    route = routes[index]
+    original = route.endpoint
 
     @functools.wraps(original)
     async def checked(obj: Any, request: Any) -> Any:
@@ -84,12 +82,7 @@ def check_before_streams(app: FastAPI, path: str, options: SparseDecodeOptions) 
             return _error(400, str(error))
         return await original(obj, request)
 
-    app.router.routes[index] = route_type(
-        path,
-        endpoint=checked,
-        methods=route.methods,  # type: ignore[attr-defined]
-        response_class=route.response_class,  # type: ignore[attr-defined]
-    )
+    routes[index] = type(route)(path, endpoint=checked, methods=route.methods, response_class=route.response_class)
 
 
 def _sampling_params(obj: Any) -> list[Mapping[str, Any]]:

@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 _COMMUNICATOR = "sparse_decode_communicator"
 
 
-class SparseDecodeReqInput(BaseReq, kw_only=True):
+class SparseDecodeReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """Asks a scheduler for its state, after noting `changes` (checked) for its next step."""
 
     changes: dict[str, bool | int | float | None]
 
 
-class SparseDecodeReqOutput(BaseReq, kw_only=True):
+class SparseDecodeReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """A scheduler's answer: its state, or what went wrong."""
 
     state: dict[str, Any]

@@ -3,8 +3,8 @@
     {"sparse_decode": {"gamma": 0.98}}    a coverage of its own, in all layers and KV heads that select
     {"sparse_decode": {"dense": true}}    every block
 
-SGLang's scheduler decodes `custom_params` by a schema, and ends when a value does not fit it. So all of them are checked
-where requests arrive, not only those of sparse decode.
+SGLang's scheduler decodes `custom_params` by a schema, and ends when a value does not fit it. So all of them are
+checked where requests arrive, not only those of sparse decode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INTEGERS = (-(2**63), 2**64 - 1)
 def check_custom_params(value: Any, options: SparseDecodeOptions) -> None:
     """Raises OptionsError, which names the field, unless SGLang can carry `custom_params` to its scheduler.
 
-    It carries scalars, lists of scalars, and objects of scalars. Those of sparse decode must also be known and in range.
+    It carries scalars, lists of scalars, and objects of scalars. Ours must also be known and in range.
     """
     if value is None:
         return
@@ -87,8 +87,8 @@ def _check_scalar(field: str, value: Any) -> None:
     if not isinstance(value, _SCALARS):
         kind = "an object" if isinstance(value, Mapping) else "a list" if isinstance(value, (list, tuple)) else ""
         raise OptionsError(
-            f"{_printable(field)} is {kind or type(value).__name__}: SGLang takes scalars, lists of scalars and objects of "
-            "scalars in custom_params, and nothing deeper"
+            f"{_printable(field)} is {kind or type(value).__name__}: custom_params may hold scalars, lists of scalars and "
+            "objects of scalars, nothing deeper"
         )
     if isinstance(value, int) and not _INTEGERS[0] <= value <= _INTEGERS[1]:
         raise OptionsError(f"{_printable(field)} is an integer beyond 64 bits: give it as a string")

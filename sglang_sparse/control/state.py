@@ -74,7 +74,7 @@ class DecodeControl:
             self._write_rows(wanted, max(len(wanted), len(self._loaded)))
 
     def audited_rows(self, requests: int) -> Sequence[int]:
-        """Rows of the step, out of `requests`, that are decoded as the server asks for: those that the audit samples."""
+        """Rows of the step, out of `requests`, that are decoded as the server asks for: the audit samples those."""
         if not self.enabled:
             return ()
         own = self._requests[:requests]

@@ -24,7 +24,8 @@ def check_gamma(field: str, value: Any, options: SparseDecodeOptions) -> float:
         raise OptionsError(f"{field} is {_shown(value)}: give a share of attention mass above 0 and at most 1")
     if options.rule != "coverage":
         raise OptionsError(
-            f"{field} has no effect with {flag('rule')} {options.rule}: remove it, or start with {flag('rule')} coverage"
+            f"{field} has no effect with {flag('rule')} {options.rule}: "
+            f"remove it, or start with {flag('rule')} coverage"
         )
     if options.lowest_gamma == 1:
         raise OptionsError(

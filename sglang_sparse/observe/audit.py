@@ -24,8 +24,8 @@ class CoverageAudit:
     """Samples decode steps and keeps what it finds.
 
     Requests shorter than the minimum context read everything: samples that meet one are dropped, as are those of rows
-    whose masses are not finite. Requests with a coverage of their own are not sampled, nor are steps while sparse decode
-    is switched off.
+    whose masses are not finite. Requests with a coverage of their own are not sampled, nor are steps while sparse
+    decode is switched off.
 
     Args:
         step: a decode step with a tap.
