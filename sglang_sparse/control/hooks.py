@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from sglang_sparse.options import SparseDecodeOptions
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
+
+logger = logging.getLogger(__name__)
 
 _COUNTS = "sparse_decode_counts"
 
@@ -74,6 +77,7 @@ def scheduler_hooks(backend_of: Callable[[], SparseDecodeBackend | None]) -> dic
                 raise RuntimeError("this scheduler does not decode sparsely")
             if changes:
                 backend.step.control.change(changes)
+                logger.info("Sparse decode settings from the next step on: %s.", backend.step.control.report())
             return live_state(backend, scheduler)
 
         original(scheduler)

@@ -82,7 +82,13 @@ def check_before_streams(app: FastAPI, path: str, options: SparseDecodeOptions) 
             return _error(400, str(error))
         return await original(obj, request)
 
-    routes[index] = type(route)(path, endpoint=checked, methods=route.methods, response_class=route.response_class)
+    routes[index] = type(route)(
+        path,
+        endpoint=checked,
+        methods=route.methods,
+        response_class=route.response_class,
+        dependencies=route.dependencies,
+    )
 
 
 def _sampling_params(obj: Any) -> list[Mapping[str, Any]]:

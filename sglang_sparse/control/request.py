@@ -87,8 +87,8 @@ def _check_scalar(field: str, value: Any) -> None:
     if not isinstance(value, _SCALARS):
         kind = "an object" if isinstance(value, Mapping) else "a list" if isinstance(value, (list, tuple)) else ""
         raise OptionsError(
-            f"{_printable(field)} is {kind or type(value).__name__}: custom_params may hold scalars, lists of scalars and "
-            "objects of scalars, nothing deeper"
+            f"{_printable(field)} is {kind or type(value).__name__}: custom_params may hold scalars, lists of scalars "
+            "and objects of scalars, nothing deeper"
         )
     if isinstance(value, int) and not _INTEGERS[0] <= value <= _INTEGERS[1]:
         raise OptionsError(f"{_printable(field)} is an integer beyond 64 bits: give it as a string")

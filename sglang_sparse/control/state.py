@@ -82,6 +82,11 @@ class DecodeControl:
             return range(requests)
         return [row for row in range(requests) if row >= len(own) or own[row] is None]
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are changes that no step has seen yet."""
+        return bool(self._pending)
+
     def gamma_of(self, layer: int) -> float:
         """The coverage asked for in a layer; the mean over its KV heads if they differ."""
         return self._options.gamma_of(layer) if self.gamma is None else self.gamma

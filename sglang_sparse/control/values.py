@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,6 +81,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """`value` as an error message shows it: one line, not long."""
-    text = repr(value)
+    """`value` as an error message shows it: JSON where it is JSON, one line, not long."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
     return text if len(text) <= 60 else text[:57] + "..."

@@ -43,7 +43,8 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
 
 def live_state(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     """What `/sparse_decode` shows: the block of `/server_info`, and what was read since settings changed last."""
-    reading = backend.step.counters.read_since_mark()
+    waiting = backend.step.control.is_waiting
+    reading = Reading(0, None, None, []) if waiting else backend.step.counters.read_since_mark()
     since_change = {
         "steps": reading.steps,
         "kept_fraction": reading.kept_fraction,
