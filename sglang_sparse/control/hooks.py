@@ -26,12 +26,12 @@ def tokenizer_hooks(options_of: Callable[[], SparseDecodeOptions]) -> dict[str, 
     `options_of` gives what the server was started with; a process may start several Engines one after the other.
     """
 
-    def init_communicators(original: Callable, manager: Any, server_args: Any) -> None:
+    def init_communicators(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> None:
         from sglang_sparse.control import messages
 
-        original(manager, server_args)
+        original(manager, *args, **kwargs)
         messages.register_types()
-        messages.connect_tokenizer(manager, server_args)
+        messages.connect_tokenizer(manager)
 
     def create_tokenized(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
         tokenized = original(manager, *args, **kwargs)

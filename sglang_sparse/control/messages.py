@@ -39,9 +39,11 @@ def register_types() -> None:
     hook_custom_types(SparseDecodeReqInput, SparseDecodeReqOutput)
 
 
-def connect_tokenizer(manager: Any, server_args: Any) -> None:
-    """Gives SGLang's TokenizerManager the communicator that `exchange` uses."""
-    communicator: FanOutCommunicator = FanOutCommunicator(manager._dispatch_to_scheduler, server_args.dp_size)
+def connect_tokenizer(manager: Any) -> None:
+    """Gives SGLang's TokenizerManager, once it has its own communicators, the one that `exchange` uses."""
+    # As many schedulers answer as those that SGLang asks for their state.
+    schedulers = manager.get_internal_state_communicator._fan_out
+    communicator: FanOutCommunicator = FanOutCommunicator(manager._dispatch_to_scheduler, schedulers)
     setattr(manager, _COMMUNICATOR, communicator)
     manager._result_dispatcher += TypeBasedDispatcher([(SparseDecodeReqOutput, communicator.handle_recv)])
 
