@@ -102,6 +102,7 @@ class SparseDecodeBackend(AttentionBackend):
             raise RuntimeError("sparse decode is not attached to the prefill backend: page summaries would be missing")
         if not in_capture:
             check_prefill(self._prefill_backend, self._layers)
+            self.step.control.before_step()
             if self.audit is not None:
                 self.audit.before_step(sglang_compat.real_requests(forward_batch))
         batch = forward_batch.batch_size

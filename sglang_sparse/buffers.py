@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from sparse_kernels import AttentionWorkspace, snapshot_page_table
+from sparse_kernels.request_totals import FIELDS
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.memory import requests_per_turn
@@ -46,7 +47,11 @@ class DecodeBuffers:
         self.log_mass = torch.empty((*rows, geometry.group_size, blocks), dtype=torch.float32, device=device)
         self.scratch = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
         self.block_lists = torch.empty((*rows, blocks), dtype=torch.int32, device=device)
-        self.block_counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        counted = (len(thresholds) if selects else 0, max_requests, geometry.kv_heads)
+        self.block_counts = torch.zeros(counted, dtype=torch.int32, device=device)
+        """`[layers, max_requests, Hkv]` int32, lengths of the lists in the last step; written in layers that select."""
+        self.request_totals = torch.zeros((max_requests, len(FIELDS)), dtype=torch.int64, device=device)
+        """Blocks that each request of the last step read, and blocks that it had, over layers and KV heads."""
         answered = rows[0] if has_tail else 0
         self.kept_mask = torch.empty((answered, geometry.kv_heads, blocks), dtype=torch.uint8, device=device)
         self.attention = AttentionWorkspace.create(

@@ -7,9 +7,10 @@ step can be captured in a CUDA graph.
 from __future__ import annotations
 
 import torch
-from sparse_kernels import AttentionTail, SelectionTap, TapPoint, sparse_attention
+from sparse_kernels import AttentionTail, SelectionTap, TapPoint, request_totals, sparse_attention
 
 from sglang_sparse.buffers import DecodeBuffers
+from sglang_sparse.control.state import DecodeControl
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.counters import DecodeCounters
 from sglang_sparse.options import SparseDecodeOptions
@@ -74,6 +75,8 @@ class DecodeStep:
             min_context=options.min_context,
             device=device,
         )
+        self.control = DecodeControl(options, self.buffers.thresholds, on_change=self.counters.mark)
+        self._layers = layers
 
     def attend(
         self,
@@ -98,6 +101,15 @@ class DecodeStep:
         for start in range(0, batch, self.buffers.turn):
             turn = slice(start, min(start + self.buffers.turn, batch))
             self._attend_turn(layer, q[turn], k_pool, v_pool, turn, scale, out[turn])
+        if layer == self._layers - 1:
+            request_totals(
+                self.buffers.block_counts,
+                self.buffers.seq_lens[:batch],
+                layers=self._layers,
+                dense_layers=self._layers - len(self.sparse_layers),
+                block_size=self.geometry.block_size,
+                out=self.buffers.request_totals,
+            )
 
     def _attend_turn(
         self,
@@ -116,7 +128,7 @@ class DecodeStep:
         block_lists = block_counts = None
         tail = self.tail if layer in self.summaries else None
         if layer in self.summaries:
-            block_lists, block_counts = b.block_lists[rows], b.block_counts[rows]
+            block_lists, block_counts = b.block_lists[rows], b.block_counts[layer, turn]
             self.estimator.block_mass(
                 q,
                 k_pool,

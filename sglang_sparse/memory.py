@@ -73,7 +73,8 @@ def reserve(
     share = summary_bytes * sparse_layers / (geometry.kv_bytes * layers)
     turn = requests_per_turn(geometry, max_pages, max_requests, tail is not None)
     reserved = turn * step_bytes_per_request(geometry, max_pages, tail is not None)
-    reserved += max_requests * (max_pages + layers * geometry.kv_heads) * 4
+    # Page tables; thresholds and counts of each layer and KV head; what each request read.
+    reserved += max_requests * ((max_pages + 2 * layers * geometry.kv_heads) * 4 + 16)
     if options.audit_rate > 0:
         reserved += audit_bytes(geometry, max_pages)
     return SparsePoolConfigurator(inner, share, reserved)

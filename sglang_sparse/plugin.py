@@ -19,6 +19,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_sparse import option_sources
 from sglang_sparse import sglang_compat as compat
+from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
 from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_options: SparseDecodeOptions | None = None
+"""Of the process that parsed the arguments."""
 _backend: SparseDecodeBackend | None = None
 _coverage_metric: CoverageMetric | None = None
 _memory_is_reserved = False
@@ -70,6 +73,7 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
     kwargs |= _prepare(options, kwargs)
     server_args = ServerArgs(**kwargs)
     _check_model(options, server_args)
+    _install(options, tokenizer_hooks(_current_options))
     options.to_environment()
     return {"server_args": server_args}
 
@@ -92,6 +96,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
             setattr(namespace, name, value)
         server_args = original(cls, namespace)
         _check_model(options, server_args)
+        _install(options, tokenizer_hooks(_current_options) | http_hooks(_current_options))
         options.to_environment()
         return server_args
     except OptionsError as error:
@@ -113,6 +118,26 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
     page_size = given.get("page_size", options.page_size or DEFAULT_PAGE_SIZE)
     options.check_page_size(page_size)
     return {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
+
+
+def _install(options: SparseDecodeOptions, hooks: dict[str, Callable]) -> None:
+    """Puts hooks of this process in place now: plugins were loaded before it was known that sparse decode is on.
+
+    Raises OptionsError if SGLang lacks a target, or if a hook does not take its place.
+    """
+    global _options
+    _options = options
+    _verify_targets(tuple(hooks))
+    for target, hook in hooks.items():
+        if target not in HookRegistry._patched:
+            HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    _verify_hooks(tuple(hooks))
+
+
+def _current_options() -> SparseDecodeOptions:
+    assert _options is not None
+    return _options
 
 
 def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
@@ -147,6 +172,8 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
     hook(compat.REPORT_DECODE, _report_decode, HookType.AROUND)
     hook(compat.ALLOC_EXTEND, alloc_extend, HookType.AROUND)
     hook(compat.ALLOC_DECODE, alloc_decode, HookType.AROUND)
+    for target, control_hook in scheduler_hooks(lambda: _backend).items():
+        hook(target, control_hook, HookType.AROUND)
 
 
 def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDecodeBackend:

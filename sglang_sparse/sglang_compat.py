@@ -34,7 +34,25 @@ REPORT_DECODE = "sglang.srt.managers.scheduler_components.metrics_reporter.Sched
 ALLOC_EXTEND = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend"
 ALLOC_DECODE = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode"
 
+# Those of control at run time: of the process that receives requests, of the one that serves HTTP, of the scheduler's.
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+INIT_COMMUNICATORS = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators"
+CREATE_TOKENIZED = f"{_TOKENIZER_MANAGER}._create_tokenized_object"
+GENERATE_REQUEST = f"{_TOKENIZER_MANAGER}.generate_request"
+RUN_HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+CHAT_STREAM = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream"
+_COMPLETION = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
+COMPLETION_STREAM = f"{_COMPLETION}._generate_completion_stream"
+COMPLETION_ANSWER = f"{_COMPLETION}._handle_non_streaming_request"
+INIT_DISPATCHER = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
+RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+_RESULT_PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+PROCESS_DECODE = f"{_RESULT_PROCESSOR}.process_batch_result_decode"
+COLLECT_INFO = f"{_RESULT_PROCESSOR}._maybe_collect_customized_info"
+
 MAIN_TARGETS = (ADD_CLI_ARGS, FROM_CLI_ARGS)
+TOKENIZER_TARGETS = (INIT_COMMUNICATORS, CREATE_TOKENIZED, GENERATE_REQUEST)
+HTTP_TARGETS = (RUN_HTTP_SERVER, CHAT_STREAM, COMPLETION_STREAM, COMPLETION_ANSWER)
 SCHEDULER_TARGETS = (
     BUILD_BACKEND,
     CREATE_POOL_CONFIGURATOR,
@@ -42,6 +60,10 @@ SCHEDULER_TARGETS = (
     REPORT_DECODE,
     ALLOC_EXTEND,
     ALLOC_DECODE,
+    INIT_DISPATCHER,
+    RUN_BATCH,
+    PROCESS_DECODE,
+    COLLECT_INFO,
 )
 
 
@@ -128,6 +150,11 @@ _REFUSED_VALUES: tuple[_Refusal, ...] = (
         "cuda_graph_backend_prefill",
         lambda value: value == "full",
         "--cuda-graph-backend-prefill full skips the page summaries: use breakable or --disable-prefill-cuda-graph",
+    ),
+    (
+        "tokenizer_worker_num",
+        lambda value: (value or 1) > 1,
+        "the processes of --tokenizer-worker-num load no plugins, so that requests would not be checked: use 1",
     ),
     ("tp_size", lambda value: (value or 1) > 1, "tensor parallelism has not been tested: use --tp-size 1"),
     ("pp_size", lambda value: (value or 1) > 1, "pipeline parallelism is not supported: use --pp-size 1"),
@@ -324,6 +351,18 @@ def logs_decode_now(reporter: Any) -> bool:
     """Whether SGLang's `report_decode_stats` logs a line in this call."""
     due = reporter.forward_ct_decode % reporter.decode_log_interval == 0
     return due and (reporter.is_stats_logging_rank or reporter.current_scheduler_metrics_enabled)
+
+
+def http_app() -> Any:
+    """SGLang's FastAPI application."""
+    from sglang.srt.entrypoints.http_server import app
+
+    return app
+
+
+def forward_stream(scheduler: Any) -> Any:
+    """A context of the stream that a Scheduler's forwards run on; None if that is the current one."""
+    return scheduler.forward_stream_ctx if scheduler.enable_overlap else None
 
 
 def real_requests(forward_batch: Any) -> int:

@@ -93,7 +93,7 @@ class Simulation:
         blocks = -(-self.lengths[row] // self.geometry.block_size)
         if layer not in self.step.summaries:
             return list(range(blocks))
-        count = int(self.step.buffers.block_counts[row, head])
+        count = int(self.step.buffers.block_counts[layer, row, head])
         return self.step.buffers.block_lists[row, head, :count].tolist()
 
     def expected(self, layer: int, row: int, q: torch.Tensor) -> torch.Tensor:

@@ -103,8 +103,8 @@ def test_step_bytes_are_what_is_allocated(has_tail: bool) -> None:
     thresholds = [[0.95] * GEOMETRY.kv_heads]
     arguments = {"max_pages": 2048, "thresholds": thresholds, "selects": True, "has_tail": has_tail, "device": "meta"}
     one, two = (DecodeBuffers(GEOMETRY, max_requests=count, **arguments) for count in (1, 2))
-    # A row of the page table, length, closing page, thresholds and counts belong to no turn.
-    rest = 2048 * 4 + 2 * 4 + 2 * GEOMETRY.kv_heads * 4
+    # A row of the page table, length, closing page, thresholds, counts and totals belong to no turn.
+    rest = 2048 * 4 + 2 * 4 + 2 * GEOMETRY.kv_heads * 4 + 2 * 8
     assert two.bytes - one.bytes - rest == memory.step_bytes_per_request(GEOMETRY, 2048, has_tail)
 
 

@@ -27,6 +27,7 @@ OPERATIONS = (
     "block_statistics",
     "page_table",
     "step_totals",
+    "request_totals",
 )
 ON_REQUEST = ("sparse_attention_tiles",)
 

@@ -159,11 +159,10 @@ class StepCase:
                 b.seq_lens[turn],
                 thresholds=b.thresholds[layer, turn],
                 block_lists=b.block_lists[rows],
-                block_counts=b.block_counts[rows],
+                block_counts=counts[turn],
                 scratch=b.scratch[rows],
                 kept_total=total,
             )
-            counts[turn] = b.block_counts[rows]
         return counts
 
     def attend(self, layer: int) -> None:

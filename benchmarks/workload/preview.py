@@ -68,7 +68,7 @@ def first_layer_kept(
         step.counters.count_step(step.buffers.seq_lens)
         one = q[number : number + 1].contiguous()
         step.attend(0, one, k_pool, k_pool, scale=shape.head_dim**-0.5, out=torch.empty_like(one))
-        shares[number] = step.buffers.block_counts[0].cpu() / blocks
+        shares[number] = step.buffers.block_counts[0, 0].cpu() / blocks
     read = step.counters.read().bytes_read_fraction
     assert read is not None
     return shares, read

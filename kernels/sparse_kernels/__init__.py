@@ -11,6 +11,7 @@ from .block_statistics import STATISTICS_OF_KIND, block_statistics, block_statis
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
 from .page_table import snapshot_page_table, snapshot_page_table_reference
+from .request_totals import request_totals, request_totals_reference
 from .selection_tap import SelectionTap, TapPoint
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
 from .step_totals import step_totals
@@ -35,6 +36,8 @@ __all__ = [
     "combine_reference",
     "coverage_rule",
     "coverage_rule_reference",
+    "request_totals",
+    "request_totals_reference",
     "snapshot_page_table",
     "snapshot_page_table_reference",
     "sparse_attention",

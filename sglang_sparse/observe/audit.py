@@ -24,7 +24,8 @@ class CoverageAudit:
     """Samples decode steps and keeps what it finds.
 
     Requests shorter than the minimum context read everything: samples that meet one are dropped, as are those of rows
-    whose masses are not finite.
+    whose masses are not finite. Requests with a coverage of their own are not sampled, nor are steps while sparse
+    decode is switched off.
 
     Args:
         step: a decode step with a tap.
@@ -47,13 +48,11 @@ class CoverageAudit:
         self._key_pool = key_pool
         self._scales = scales
         self._random = generator or random.Random()
-        self._rate = step.options.audit_rate
         self._is_armed = False
         self._pending: tuple[int, int] | None = None
         self._arriving: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
-        options = step.options
         aims = step.rule.name == "coverage"
-        self._history = CoverageHistory(options.gamma_of if aims else None, options.gamma_name)
+        self._history = CoverageHistory(step.control.gamma_of if aims else None, step.options.gamma_name)
 
         # Own buffers, so that no launch differs in alignment from the first: Triton would compile it anew.
         g, table = step.geometry, step.buffers.page_table
@@ -66,8 +65,9 @@ class CoverageAudit:
     def before_step(self, requests: int) -> None:
         """To be called before each decode step, before `buffers.load`; `requests` does not count padded rows."""
         self.finish()
-        if requests and self._random.random() < self._rate:
-            self._pending = self._random.choice(self._step.sparse_layers), self._random.randrange(requests)
+        rows = self._step.control.audited_rows(requests)
+        if rows and self._random.random() < self._step.control.audit_rate:
+            self._pending = self._random.choice(self._step.sparse_layers), rows[self._random.randrange(len(rows))]
             self._tap.arm(*self._pending)
             self._is_armed = True
         elif self._is_armed:
@@ -96,7 +96,7 @@ class CoverageAudit:
     def report(self) -> dict[str, Any]:
         """The `audit` block of `/server_info`; JSON types only. Does not wait for samples that are on their way."""
         self._collect()
-        return {"rate": self._rate, **self._history.report()}
+        return {"rate": self._step.control.audit_rate, **self._history.report()}
 
     def _collect(self) -> None:
         while self._arriving and (self._arriving[0][2] is None or self._arriving[0][2].query()):

@@ -55,6 +55,7 @@ class DecodeCounters:
         self._counts = torch.zeros(self._totals_size + layers * geometry.kv_heads, dtype=torch.int64, device=device)
         self.kept_blocks = self._counts[self._totals_size :].view(self._shape)
         """`[layers, Hkv]` int64, increased by the rules."""
+        self._marked = torch.zeros_like(self._counts)
         self._last = torch.zeros_like(self._counts, device="cpu")
         self._copy = torch.zeros_like(self._counts, device="cpu", pin_memory=self._counts.is_cuda)
         self._copied: torch.cuda.Event | None = None
@@ -68,6 +69,14 @@ class DecodeCounters:
             min_context=self._min_context,
             totals=self._counts[: self._totals_size],
         )
+
+    def mark(self) -> None:
+        """Makes `read_since_mark` count from here on, in the device's order."""
+        self._marked.copy_(self._counts)
+
+    def read_since_mark(self) -> Reading:
+        """Totals since the last `mark`, or since the start. Waits for the device."""
+        return self._reading((self._counts - self._marked).cpu())
 
     def read(self) -> Reading:
         """Totals since the start. Waits for the device."""

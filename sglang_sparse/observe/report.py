@@ -34,10 +34,24 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
         "bytes_read_fraction": reading.bytes_read_fraction,
         "kept_fraction_by_layer_and_head": reading.kept_by_layer_and_head,
         "audit": backend.audit.report() if backend.audit is not None else None,
+        "control": backend.step.control.report(),
     }
     if os.environ.get(SELF_CHECK_VARIABLE) == "1":
         block["self_check"] = self_check(backend, scheduler)
     return block
+
+
+def live_state(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
+    """What `/sparse_decode` shows: the block of `/server_info`, and what was read since settings changed last."""
+    waiting = backend.step.control.is_waiting
+    reading = Reading(0, None, None, []) if waiting else backend.step.counters.read_since_mark()
+    since_change = {
+        "steps": reading.steps,
+        "kept_fraction": reading.kept_fraction,
+        "bytes_read_fraction": reading.bytes_read_fraction,
+        "kept_fraction_by_layer_and_head": reading.kept_by_layer_and_head,
+    }
+    return server_info(backend, scheduler) | {"since_change": since_change}
 
 
 def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int]:
