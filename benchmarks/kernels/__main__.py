@@ -27,6 +27,7 @@ OPERATIONS = (
     "block_statistics",
     "page_table",
     "step_totals",
+    "stopwatch",
 )
 ON_REQUEST = ("sparse_attention_tiles",)
 

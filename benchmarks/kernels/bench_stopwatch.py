@@ -17,4 +17,6 @@ def run(suite: Suite) -> Iterator[Measurement]:
         lengths = torch.full((size,), context, dtype=torch.int32, device=suite.device)
         state = stopwatch_state(1, suite.device)
         lap = partial(stopwatch, lengths, state, phase=0)
-        yield Measurement("stopwatch", "", size, context, None, time_in_turn([lap]), lengths.element_size() + state.nbytes)
+        yield Measurement(
+            "stopwatch", "", size, context, None, time_in_turn([lap]), lengths.element_size() + state.nbytes
+        )

@@ -28,6 +28,8 @@ class Reading:
     """Of all requests of all steps: what the share of bytes weighs steps by."""
     blocks: int = 0
     """The same for the share of blocks."""
+    requests: int = 0
+    """Of all steps: each got one token."""
     scanned_steps: int = 0
     """Steps in which at least one request reached the minimum context."""
     kv_bytes_by_layer: float = 0.0
@@ -108,6 +110,7 @@ class DecodeCounters:
             (kept.double() / totals["blocks"]).tolist(),
             totals["tokens"],
             totals["blocks"],
+            totals["requests"],
             totals["scanned_steps"] if self._sparse_layers else 0,
             kv_bytes,
             [scan_bytes if layer in self._sparse_layers else 0.0 for layer in range(layers)],
