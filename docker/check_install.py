@@ -2,7 +2,7 @@
 
     check_install.py LOCK
 
-Needs no GPU, and so imports no kernel library: versions, the CUDA that torch was built with, and the plugin's entry point.
+Needs no GPU: looks at versions, the CUDA that torch was built with, and the plugin's entry point.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def check_plugin() -> None:
     found = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=group)}
     if found.get(name) != value:
         raise CheckError(f"SGLang would not find the plugin: entry points of {group} are {found}")
-    import sglang_sparse
     import sparse_kernels
+
+    import sglang_sparse
 
     for package in (sglang_sparse, sparse_kernels):
         if Path(sys.prefix) not in Path(package.__file__ or "").parents:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +50,29 @@ def test_refuses_other_phases(phase: int) -> None:
 def test_refuses_other_states(state: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="use stopwatch_state"):
         stopwatch(lengths(1), state, phase=0)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sparse_kernels.stopwatch import _stopwatch_kernel
+
+for phase in (-1, 2):
+    signature = {"seq_lens": "*i32", "state": "*i64", "PHASE": "constexpr"}
+    source = ASTSource(fn=_stopwatch_kernel, signature=signature, constexprs={"PHASE": phase})
+    print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"])
+"""
+
+
+def test_the_kernel_compiles_for_hopper_and_reads_its_clock(tmp_path: Path) -> None:
+    """The interpreter has no GPU clock, so this is what a machine without a GPU can say about the kernel."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("%globaltimer") == 2
 
 
 @pytest.mark.gpu
