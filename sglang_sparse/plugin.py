@@ -91,6 +91,8 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
             setattr(namespace, name, value)
         server_args = original(cls, namespace)
         _check_model(options, server_args)
+        if not server_args.enable_metrics:
+            compat.explain_missing_metrics()
         options.to_environment()
         return server_args
     except OptionsError as error:

@@ -339,6 +339,22 @@ def exports_metrics(model_runner: Any) -> bool:
     return bool(model_runner.server_args.enable_metrics)
 
 
+def explain_missing_metrics() -> None:
+    """Makes `/metrics` of a server without `--enable-metrics` say so; call it before the server starts.
+
+    It stays an HTTP 404, so that Prometheus takes the server for one that cannot be scraped.
+    """
+    from fastapi.responses import JSONResponse
+    from sglang.srt.entrypoints.http_server import app
+
+    message = "there are no metrics: start the server with --enable-metrics"
+
+    async def no_metrics() -> JSONResponse:
+        return JSONResponse({"error": {"message": message}}, status_code=404)
+
+    app.add_api_route("/metrics", no_metrics, methods=["GET"])
+
+
 class Series:
     """One metric in `/metrics`, labelled as SGLang's own are and by `labels`.
 

@@ -20,11 +20,20 @@ def summarise(now: Totals, before: Totals | None) -> dict[str, Any]:
         "running_requests": now.running,
         "queued_requests": now.queued,
         "summary_bytes": block["summary_bytes"],
-        "options": block["options"],
+        "options": _current_options(block),
+        "is_on": block.get("control", {}).get("enabled", True),
         "since_start": _shares(block) | {"time_shares": _time_shares(now.phase_seconds)},
         "interval": _interval(now, before) if before is not None else None,
         "coverage": _coverage(block),
     }
+
+
+def _current_options(block: dict[str, Any]) -> dict[str, Any]:
+    """The options that the server was started with, with the gamma that it was given since then."""
+    gamma = block.get("control", {}).get("gamma")
+    if gamma is None:
+        return block["options"]
+    return block["options"] | {"gamma": gamma, "gamma_by_layer": [], "gamma_by_head": []}
 
 
 def _shares(block: dict[str, Any]) -> dict[str, Any]:

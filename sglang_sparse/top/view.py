@@ -44,7 +44,7 @@ def _facts(summary: dict[str, Any], interval: dict[str, Any], shown: dict[str, A
         ("KV bytes read", share(shown["bytes_read_fraction"])),
         ("steps", f"{summary['since_start']['steps']:,} since the start"),
         ("coverage", _coverage(coverage)),
-        ("asked for", _asked(options)),
+        ("asked for", _asked(options) if summary["is_on"] else "nothing: sparse decode is switched off"),
         ("page summaries", f"{summary['summary_bytes'] / 1e9:.2f} GB"),
     ]
     if shown["time_shares"]:

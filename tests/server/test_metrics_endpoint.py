@@ -134,8 +134,10 @@ def check_top(server: Any, samples: Samples) -> None:
     assert "gamma 0.8" in result.stdout
 
 
-def test_without_enable_metrics_the_endpoint_is_not_there(start_server: Any, random_llama: Path) -> None:
+def test_without_enable_metrics_the_endpoint_says_so(start_server: Any, random_llama: Path) -> None:
     server = start_server(random_llama, *(flag for flag in FLAGS if flag != "--enable-metrics"))
     ask(server, 300, 4)
-    assert requests.get(f"{server.url}/metrics", timeout=60).status_code == 404
+    response = requests.get(f"{server.url}/metrics", timeout=60)
+    assert response.status_code == 404
+    assert response.json() == {"error": {"message": "there are no metrics: start the server with --enable-metrics"}}
     assert server.sparse_info()["steps"] >= 3

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 import pytest
-from fake_server import block, fake_server, metrics
+from fake_sparse_server import block, fake_server, metrics
 from rich.console import Console
 
 from sglang_sparse.top.__main__ import main
@@ -86,6 +86,23 @@ def test_the_screen(capsys: Capture) -> None:
     with spans.capture() as capture:
         spans.print(screen("http://host", found))
     assert re.findall(r"\x1b\[31m *([\d.]+)", capture.get()) == ["0.870"]
+
+
+@pytest.mark.parametrize(
+    ("control", "expected"),
+    [
+        ({"enabled": True, "gamma": None}, "gamma by layer"),
+        ({"enabled": True, "gamma": 0.7}, "gamma 0.7"),
+        ({"enabled": False, "gamma": None}, "switched off"),
+    ],
+)
+def test_settings_that_were_changed_while_the_server_ran(
+    capsys: Capture, control: dict[str, Any], expected: str
+) -> None:
+    started = {**AFTER["options"], "gamma_by_layer": [0.9, 0.8]}
+    with fake_server({**AFTER, "options": started, "control": control}) as url:
+        assert main(["--url", url, "--once", "--interval", "0.1"]) == 0
+    assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("steps", [0, 5])
