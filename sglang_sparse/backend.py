@@ -58,6 +58,7 @@ class SparseDecodeBackend(AttentionBackend):
             max_requests=rows,
             max_pages=table_pages(width, pool.page_size),
             device=pool.device,
+            timed=sglang_compat.exports_metrics(model_runner),
         )
         self.audit: CoverageAudit | None = None
         if self.step.tap is not None:

@@ -13,6 +13,7 @@ from sglang_sparse.buffers import DecodeBuffers
 from sglang_sparse.control.state import DecodeControl
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.counters import DecodeCounters
+from sglang_sparse.observe.layer_clock import ATTENTION, ESTIMATE, RULE, LayerClock, layer_to_time
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection import make_estimator, make_rule
 from sglang_sparse.summaries import PageSummaries
@@ -27,6 +28,7 @@ class DecodeStep:
         pages: physical pages of the KV pool, the padding page included.
         max_requests: largest batch.
         max_pages: pages of the longest request.
+        timed: whether the phases of one layer are timed, which costs five small launches a step.
     """
 
     def __init__(
@@ -39,9 +41,11 @@ class DecodeStep:
         max_requests: int,
         max_pages: int,
         device: torch.device | str,
+        timed: bool = False,
     ) -> None:
         self.options = options
         self.geometry = geometry
+        self.layers = layers
         self.estimator = make_estimator(options, geometry)
         self.rule = make_rule(options, geometry)
         self.tail = make_tail(options, geometry)
@@ -77,6 +81,8 @@ class DecodeStep:
         )
         self.control = DecodeControl(options, self.buffers.thresholds, on_change=self.counters.mark)
         self._layers = layers
+        layer = layer_to_time(self.sparse_layers, layers) if timed else None
+        self.clock = LayerClock(layer, self.buffers.seq_lens) if layer is not None else None
 
     def attend(
         self,
@@ -96,6 +102,8 @@ class DecodeStep:
             out: `[B, Hq, D]`, written; zeros for padded rows.
         """
         batch = q.shape[0]
+        if self.clock:
+            self.clock.enter(layer)
         if layer in self.summaries:
             self.summaries.update(layer, k_pool, v_pool, self.buffers.closing_pages[:batch])
         for start in range(0, batch, self.buffers.turn):
@@ -139,6 +147,8 @@ class DecodeStep:
                 min_context=self.options.min_context,
                 out=b.log_mass[rows],
             )
+            if self.clock:
+                self.clock.end(layer, ESTIMATE)
             self.rule.select(
                 b.log_mass[rows],
                 seq_lens,
@@ -150,6 +160,8 @@ class DecodeStep:
                 kept_mask=b.kept_mask[rows] if tail else None,
                 tap=TapPoint(self.tap, layer, q, first_row=turn.start) if self.tap is not None else None,
             )
+            if self.clock:
+                self.clock.end(layer, RULE)
         sparse_attention(
             q,
             k_pool,
@@ -167,3 +179,5 @@ class DecodeStep:
             if tail
             else None,
         )
+        if self.clock:
+            self.clock.end(layer, ATTENTION)

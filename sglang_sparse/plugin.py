@@ -24,15 +24,14 @@ from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeO
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
-    from sglang_sparse.observe.audit import CoverageAudit
-    from sglang_sparse.observe.metrics import CoverageMetric
+    from sglang_sparse.observe.metrics import MetricsExporter
 
 logger = logging.getLogger(__name__)
 
 _options: SparseDecodeOptions | None = None
 """Of the process that parsed the arguments."""
 _backend: SparseDecodeBackend | None = None
-_coverage_metric: CoverageMetric | None = None
+_metrics: MetricsExporter | None = None
 _memory_is_reserved = False
 
 
@@ -97,6 +96,8 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
         server_args = original(cls, namespace)
         _check_model(options, server_args)
         _install(options, tokenizer_hooks(_current_options) | http_hooks(_current_options))
+        if not server_args.enable_metrics:
+            compat.explain_missing_metrics()
         options.to_environment()
         return server_args
     except OptionsError as error:
@@ -170,6 +171,7 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
     hook(compat.CREATE_POOL_CONFIGURATOR, _pool_configurator(options), HookType.AROUND)
     hook(compat.INTERNAL_STATE, _internal_state, HookType.AROUND)
     hook(compat.REPORT_DECODE, _report_decode, HookType.AROUND)
+    hook(compat.REPORT_IDLE, _report_idle, HookType.AROUND)
     hook(compat.ALLOC_EXTEND, alloc_extend, HookType.AROUND)
     hook(compat.ALLOC_DECODE, alloc_decode, HookType.AROUND)
     for target, control_hook in scheduler_hooks(lambda: _backend).items():
@@ -177,8 +179,9 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
 
 
 def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDecodeBackend:
-    global _backend
+    global _backend, _metrics
     from sglang_sparse.backend import SparseDecodeBackend
+    from sglang_sparse.observe.metrics import MetricsExporter
 
     try:
         _verify_hooks(compat.SCHEDULER_TARGETS)
@@ -187,6 +190,7 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
                 "memory for page summaries was not reserved: another plugin replaces SGLang's pool sizing"
             )
         _backend = SparseDecodeBackend(model_runner, options)
+        _metrics = MetricsExporter(_backend)
     except torch.OutOfMemoryError as error:
         _stop(OptionsError(f"no memory for page summaries and step buffers: lower --mem-fraction-static ({error})"))
     except Exception as error:
@@ -240,23 +244,21 @@ def _internal_state(original: Callable, scheduler: Any, *args: Any, **kwargs: An
     return output
 
 
-def _export_audit(audit: CoverageAudit, reporter: Any) -> None:
-    global _coverage_metric
-    if _coverage_metric is None:
-        from sglang_sparse.observe.metrics import CoverageMetric
-
-        _coverage_metric = CoverageMetric()
-    _coverage_metric.export(audit, reporter)
-
-
 def _report_decode(original: Callable, reporter: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(reporter, *args, **kwargs)
-    if _backend is not None and _backend.audit is not None:
-        _export_audit(_backend.audit, reporter)
+    if _metrics is not None:
+        _metrics.after_step(reporter)
     if _backend is not None and compat.logs_decode_now(reporter):
         from sglang_sparse.observe.report import log_decode
 
         log_decode(_backend)
+    return result
+
+
+def _report_idle(original: Callable, reporter: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(reporter, *args, **kwargs)
+    if _metrics is not None:
+        _metrics.when_idle(reporter)
     return result
 
 

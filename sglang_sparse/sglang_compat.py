@@ -31,6 +31,9 @@ BUILD_BACKEND = (
 CREATE_POOL_CONFIGURATOR = "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator"
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 REPORT_DECODE = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
+REPORT_IDLE = (
+    "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter._maybe_log_idle_metrics"
+)
 ALLOC_EXTEND = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend"
 ALLOC_DECODE = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode"
 
@@ -58,6 +61,7 @@ SCHEDULER_TARGETS = (
     CREATE_POOL_CONFIGURATOR,
     INTERNAL_STATE,
     REPORT_DECODE,
+    REPORT_IDLE,
     ALLOC_EXTEND,
     ALLOC_DECODE,
     INIT_DISPATCHER,
@@ -370,23 +374,69 @@ def real_requests(forward_batch: Any) -> int:
     return int(forward_batch.batch_size) - getattr(forward_batch, "num_padding", 0)
 
 
-def layer_histogram(
-    reporter: Any, name: str, documentation: str, buckets: Sequence[float]
-) -> Callable[[int, float], None] | None:
-    """A histogram in `/metrics`, labelled as SGLang's own are and by layer: call it with a layer and a value.
+def exports_metrics(model_runner: Any) -> bool:
+    """Whether the server was started with `--enable-metrics`."""
+    return bool(model_runner.server_args.enable_metrics)
 
-    `reporter` is a scheduler's SchedulerMetricsReporter; None unless it exports metrics.
+
+def explain_missing_metrics() -> None:
+    """Makes `/metrics` of a server without `--enable-metrics` say so; call it before the server starts.
+
+    It stays an HTTP 404, so that Prometheus takes the server for one that cannot be scraped.
     """
-    if not reporter.current_scheduler_metrics_enabled:
-        return None
-    # At import, prometheus_client decides on its multiprocess mode, by a variable that SGLang sets in the main process.
-    from prometheus_client import Histogram
+    from fastapi.responses import JSONResponse
+    from sglang.srt.entrypoints.http_server import app
 
-    collector = reporter.metrics_collector
-    histogram = (collector._histogram_cls or Histogram)(
-        name=name, documentation=documentation, labelnames=[*collector.labels, "layer"], buckets=list(buckets)
-    )
-    return lambda layer, value: histogram.labels(**collector.labels, layer=layer).observe(value)
+    message = "there are no metrics: start the server with --enable-metrics"
+
+    async def no_metrics() -> JSONResponse:
+        return JSONResponse({"error": {"message": message}}, status_code=404)
+
+    app.add_api_route("/metrics", no_metrics, methods=["GET"])
+
+
+class Series:
+    """One metric in `/metrics`, labelled as SGLang's own are and by `labels`.
+
+    Args:
+        reporter: a scheduler's SchedulerMetricsReporter that exports metrics.
+        kind: `counter` (whose name gets `_total`), `gauge` or `histogram`.
+        buckets: a histogram's upper bounds.
+    """
+
+    def __init__(
+        self,
+        reporter: Any,
+        kind: str,
+        name: str,
+        documentation: str,
+        labels: Sequence[str] = (),
+        buckets: Sequence[float] = (),
+    ) -> None:
+        # At import, prometheus_client decides on its multiprocess mode, by a variable that SGLang sets in the main
+        # process.
+        import prometheus_client
+
+        collector = reporter.metrics_collector
+        own_class = getattr(collector, f"_{kind}_cls", None)
+        more: dict[str, Any] = {}
+        if kind == "gauge":
+            more["multiprocess_mode"] = "mostrecent"
+        elif kind == "histogram":
+            more["buckets"] = list(buckets)
+        self._sglang_labels = dict(collector.labels)
+        self._metric = (own_class or getattr(prometheus_client, kind.capitalize()))(
+            name=name, documentation=documentation, labelnames=[*self._sglang_labels, *labels], **more
+        )
+        self._record = {"counter": "inc", "gauge": "set", "histogram": "observe"}[kind]
+
+    def touch(self, **labels: Any) -> None:
+        """Makes the series with these labels, so that its first increase is seen as one."""
+        self._metric.labels(**self._sglang_labels, **labels)
+
+    def record(self, value: float, **labels: Any) -> None:
+        """Adds `value` to a counter or histogram, or sets a gauge."""
+        getattr(self._metric.labels(**self._sglang_labels, **labels), self._record)(value)
 
 
 def write_kv(pool: Any, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -1,55 +1,153 @@
-"""Audited coverage in `/metrics`: labels, buckets, and a failure that must not end the scheduler."""
+"""Sparse decode in `/metrics`: values, labels, when counters are read, and a failure that must not end the server."""
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from sglang_sparse.decode_step import DecodeStep
+from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.coverage_history import CoverageHistory
-from sglang_sparse.observe.metrics import NAME, CoverageMetric
+from sglang_sparse.observe.metrics import MetricsExporter
+from sglang_sparse.options import SparseDecodeOptions
+
+GEOMETRY = Geometry(kv_heads=2, group_size=1, head_dim=64, dtype=torch.float32, page_size=32, block_size=16)
+LABELS = {"model_name": "tiny", "tp_rank": "0"}
+LAYERS = 3
 
 
-def reporter(enabled: bool, histogram: Any) -> Any:
-    """Stands in for SGLang's SchedulerMetricsReporter."""
-    collector = SimpleNamespace(labels={"model_name": "tiny", "tp_rank": 0}, _histogram_cls=histogram)
-    return SimpleNamespace(current_scheduler_metrics_enabled=enabled, metrics_collector=collector)
+class Exported:
+    """A decode step of three layers, the first dense, with an exporter, a clock to turn by hand, and a registry."""
+
+    def __init__(self, **options: Any) -> None:
+        made = SparseDecodeOptions(min_context=100, dense_layers=(0,), gamma=0.9, **options)
+        self.step = DecodeStep(
+            made, GEOMETRY, layers=LAYERS, pages=9, max_requests=4, max_pages=8, device="cpu", timed=True
+        )
+        self.audit = CoverageHistory(None)
+        self.now = 0.0
+        self.registry = CollectorRegistry()
+        backend: Any = SimpleNamespace(step=self.step, audit=self.audit)
+        self.exporter = MetricsExporter(backend, clock=lambda: self.now)
+        collector = SimpleNamespace(
+            labels=LABELS,
+            _counter_cls=partial(Counter, registry=self.registry),
+            _gauge_cls=partial(Gauge, registry=self.registry),
+            _histogram_cls=partial(Histogram, registry=self.registry),
+        )
+        self.reporter: Any = SimpleNamespace(current_scheduler_metrics_enabled=True, metrics_collector=collector)
+
+    def count(self, lengths: list[int], kept: list[list[int]]) -> None:
+        """A step that kept so many blocks in each layer and KV head, and reports itself."""
+        self.step.counters.count_step(torch.tensor(lengths, dtype=torch.int32))
+        self.step.counters.kept_blocks += torch.tensor(kept)
+        self.exporter.after_step(self.reporter)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"sglang_sparse_{name}", LABELS | labels)
 
 
-def audit() -> Any:
-    history = CoverageHistory(None)
-    history.add(3, [0.93, 0.55])
-    return history
+def test_counters_are_read_once_a_second_and_when_idle() -> None:
+    made = Exported()
+    # 160 tokens are 10 blocks in 5 closed pages; 32 are below the minimum context.
+    made.count([160, 32], [[0, 0], [7, 3], [12, 12]])
+    assert made.value("steps_total", kind="sparse") == 0, "the first call asks for counters, and reads none yet"
+    made.count([32], [[0, 0], [2, 2], [2, 2]])
+    made.now = 1.0
+    made.count([160], [[0, 0], [5, 5], [10, 10]])
+    assert made.value("steps_total", kind="sparse") == 1
+    assert made.value("steps_total", kind="dense") == 0
+    token = GEOMETRY.kv_bytes
+    assert made.value("kv_bytes_total", layer_group="middle") == 192 * 2 * token
+    assert made.value("kept_bytes_total", layer_group="middle") == pytest.approx(192 * 2 * token * 10 / 24)
+    assert made.value("kept_bytes_total", layer_group="first") == 192 * 2 * token, "a dense layer reads everything"
+    assert made.value("scan_bytes_total", layer_group="first") == 0
+    scan = 160 * 2 * made.step.estimator.scan_bytes() + 160 * 2 * made.step.tail.summary_bytes()
+    assert made.value("scan_bytes_total", layer_group="last") == pytest.approx(scan)
+    assert made.value("kept_fraction_sum", layer_group="middle") == pytest.approx(10 / 24)
+    read = 10 / 24 + scan / (192 * 2 * token)
+    assert made.value("bytes_read_fraction_sum", layer_group="middle") == pytest.approx(read)
+
+    made.exporter.when_idle(made.reporter)
+    assert made.value("steps_total", kind="sparse") == 2
+    assert made.value("steps_total", kind="dense") == 1
+    assert made.value("kept_fraction_count", layer_group="last") == 2
+    made.exporter.when_idle(made.reporter)
+    assert made.value("steps_total", kind="sparse") == 2
+    # A copy that was asked for before the server fell idle must not be counted again.
+    made.now = 2.0
+    made.count([160], [[0, 0], [5, 5], [10, 10]])
+    made.exporter.when_idle(made.reporter)
+    assert made.value("steps_total", kind="sparse") == 3
 
 
-def test_samples_become_observations_with_sglangs_labels() -> None:
-    registry = CollectorRegistry()
-    metric, found = CoverageMetric(), audit()
-    exporting = reporter(True, lambda **arguments: Histogram(registry=registry, **arguments))
-    metric.export(found, exporting)
-    found.add(3, [0.93, 0.6])
-    metric.export(found, exporting)
-    labels = {"model_name": "tiny", "tp_rank": "0", "layer": "3"}
-    assert registry.get_sample_value(f"{NAME}_count", labels) == 4
-    assert registry.get_sample_value(f"{NAME}_bucket", {**labels, "le": "0.6"}) == 2
-    assert registry.get_sample_value(f"{NAME}_bucket", {**labels, "le": "0.94"}) == 4
+def test_gauges_and_timed_layer() -> None:
+    made = Exported()
+    made.exporter.when_idle(made.reporter)
+    assert made.value("gamma") == pytest.approx(0.9)
+    assert made.value("summary_bytes") == made.step.summaries.bytes > 0
+    assert made.value("step_buffer_bytes") == made.step.buffers.bytes > 0
+    for phase in ("estimate", "rule", "attention", "rest"):
+        assert made.value("timed_layer_seconds_total", phase=phase) == 0
+    made.step.clock.state += torch.tensor([99, 2, 1_000, 2_000, 3_000, 4_000])
+    made.exporter.after_step(made.reporter)
+    made.exporter.when_idle(made.reporter)
+    assert made.value("timed_layers_total") == 2
+    assert made.value("timed_layer_seconds_total", phase="rule") == pytest.approx(2e-6)
 
 
-def test_without_metrics_samples_are_let_go() -> None:
-    found = audit()
-    CoverageMetric().export(found, reporter(False, None))
-    assert found.take_unread() == []
+def test_without_a_coverage_to_aim_at_there_is_no_gamma() -> None:
+    made = Exported()
+    made.step.rule = SimpleNamespace(name="top-k")
+    made.exporter.when_idle(made.reporter)
+    assert made.value("gamma") is None
+    assert made.value("steps_total", kind="dense") == 0
+
+
+def test_audit_samples_become_observations_at_once() -> None:
+    made = Exported()
+    made.audit.add(2, [0.93, 0.55])
+    made.exporter.after_step(made.reporter)
+    made.audit.add(2, [0.93, 0.6])
+    made.exporter.after_step(made.reporter)
+    assert made.value("coverage_count", layer="2") == 4
+    assert made.value("coverage_bucket", layer="2", le="0.6") == 2
+    assert made.value("coverage_bucket", layer="2", le="0.94") == 4
+    assert made.value("coverage_count", layer="1") == 0, "a sparse layer without samples is there, at zero"
+    assert made.value("coverage_count", layer="0") is None, "a dense layer is not audited"
+
+
+def test_nothing_is_made_while_metrics_are_off() -> None:
+    made = Exported()
+    made.reporter.current_scheduler_metrics_enabled = False
+    made.count([160], [[1, 1]] * LAYERS)
+    made.exporter.when_idle(made.reporter)
+    assert not list(made.registry.collect())
 
 
 def test_a_failure_is_logged_once_and_does_not_pass(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(**arguments: Any) -> None:
         raise ValueError("Duplicated timeseries")
 
-    metric, found = CoverageMetric(), audit()
+    made = Exported()
+    made.reporter.metrics_collector._counter_cls = refuse
     for _ in range(2):
-        metric.export(found, reporter(True, refuse))
-        found.add(0, [0.5])
+        made.exporter.after_step(made.reporter)
+        made.exporter.when_idle(made.reporter)
     assert len(caplog.messages) == 1
-    assert NAME in caplog.messages[0]
+    assert "metrics of sparse decode failed" in caplog.messages[0]
+
+
+def test_a_step_is_timed_in_a_layer_that_has_one_after_it() -> None:
+    made = Exported()
+    assert made.step.clock is not None
+    assert made.step.clock.layer == 1
+    alone = dataclasses.replace(made.step.options, dense_layers=(0, 1))
+    step = DecodeStep(alone, GEOMETRY, layers=LAYERS, pages=9, max_requests=4, max_pages=8, device="cpu", timed=True)
+    assert step.clock is None, "the last layer has no layer after it"

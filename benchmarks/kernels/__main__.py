@@ -28,6 +28,7 @@ OPERATIONS = (
     "page_table",
     "step_totals",
     "request_totals",
+    "stopwatch",
 )
 ON_REQUEST = ("sparse_attention_tiles",)
 

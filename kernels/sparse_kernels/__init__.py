@@ -15,6 +15,7 @@ from .request_totals import request_totals, request_totals_reference
 from .selection_tap import SelectionTap, TapPoint
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
 from .step_totals import step_totals
+from .stopwatch import stopwatch, stopwatch_reference, stopwatch_state
 from .thumbnail import thumbnail, thumbnail_reference, unpack_codes
 from .top_k_rule import top_k_rule, top_k_rule_reference
 
@@ -43,6 +44,9 @@ __all__ = [
     "sparse_attention",
     "sparse_attention_reference",
     "step_totals",
+    "stopwatch",
+    "stopwatch_reference",
+    "stopwatch_state",
     "thumbnail",
     "thumbnail_reference",
     "top_k_rule",

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from ._dispatch import use_triton
 
-FIELDS = ("steps", "requests", "tokens", "blocks", "closed_tokens", "open_tokens")
-"""What `totals` holds, in order. The last two count only requests that are scanned."""
+FIELDS = ("steps", "requests", "tokens", "blocks", "closed_tokens", "open_tokens", "scanned_steps")
+"""What `totals` holds, in order. The last three count only requests that are scanned."""
 
 
 @triton.jit
@@ -36,6 +36,7 @@ def _step_totals_kernel(
     tl.store(totals + 3, tl.load(totals + 3) + blocks)
     tl.store(totals + 4, tl.load(totals + 4) + closed)
     tl.store(totals + 5, tl.load(totals + 5) + scanned - closed)
+    tl.store(totals + 6, tl.load(totals + 6) + (scanned > 0).to(tl.int64))
 
 
 def step_totals(
@@ -52,7 +53,7 @@ def step_totals(
     Args:
         seq_lens: `[B]` int32, tokens of each request; 0 marks a padded row.
         min_context: requests with fewer tokens are not scanned.
-        totals: `[6]` int64 in the order of `FIELDS`. A step of padded rows alone does not count.
+        totals: `[7]` int64 in the order of `FIELDS`. A step of padded rows alone does not count.
 
     Raises:
         ValueError: if `totals` has another shape or type.
@@ -83,5 +84,6 @@ def step_totals_reference(
             ((lengths + block_size - 1) // block_size).sum(),
             closed.sum(),
             (scanned - closed).sum(),
+            (scanned > 0).any().long(),
         ]
     )

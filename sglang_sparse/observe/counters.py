@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from sparse_kernels.step_totals import FIELDS, step_totals
 
 from sglang_sparse.geometry import Geometry
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +28,14 @@ class Reading:
     """Of all requests of all steps: what the share of bytes weighs steps by."""
     blocks: int = 0
     """The same for the share of blocks."""
+    requests: int = 0
+    """Of all steps: each got one token."""
+    scanned_steps: int = 0
+    """Steps in which at least one request reached the minimum context."""
+    kv_bytes_by_layer: float = 0.0
+    """What dense decode would have read in each layer."""
+    scan_bytes_by_layer: list[float] = dataclasses.field(default_factory=list)
+    """Bytes of summaries and of open pages' keys that were read to choose."""
 
 
 class DecodeCounters:
@@ -56,9 +68,7 @@ class DecodeCounters:
         self.kept_blocks = self._counts[self._totals_size :].view(self._shape)
         """`[layers, Hkv]` int64, increased by the rules."""
         self._marked = torch.zeros_like(self._counts)
-        self._last = torch.zeros_like(self._counts, device="cpu")
-        self._copy = torch.zeros_like(self._counts, device="cpu", pin_memory=self._counts.is_cuda)
-        self._copied: torch.cuda.Event | None = None
+        self._log_window = self.window()
 
     def count_step(self, seq_lens: torch.Tensor) -> None:
         """Adds one decode step over `seq_lens` (`[B]` int32, 0 for padded rows)."""
@@ -83,17 +93,12 @@ class DecodeCounters:
         return self._reading(self._counts.cpu())
 
     def read_recent(self) -> Reading:
-        """Totals between the last two calls but one, without waiting for the device: the log line's window."""
-        if self._copied is None or self._copied.query():
-            now = self._copy.clone()
-            recent, self._last = now - self._last, now
-        else:
-            recent = torch.zeros_like(self._last)
-        self._copy.copy_(self._counts, non_blocking=True)
-        if self._counts.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        return self._reading(recent)
+        """The log line's window; see `CounterWindow.read`."""
+        return self._log_window.read()
+
+    def window(self) -> CounterWindow[Reading]:
+        """A reader of what happens between its own calls."""
+        return CounterWindow(self._counts, self._reading)
 
     def _reading(self, counts: torch.Tensor) -> Reading:
         totals = dict(zip(FIELDS, counts[: self._totals_size].tolist(), strict=True))
@@ -103,15 +108,57 @@ class DecodeCounters:
         if not totals["blocks"]:
             return Reading(totals["steps"], None, None, [])
         g = self._geometry
-        rows = self._shape[0] * self._shape[1]
-        scanned_rows = len(self._sparse_layers) * self._shape[1]
-        scanned = scanned_rows * (totals["closed_tokens"] * self._scan_bytes + totals["open_tokens"] * g.kv_bytes / 2)
-        kept_fraction = kept.sum().item() / (rows * totals["blocks"])
+        layers, heads = self._shape
+        kept_fraction = kept.sum().item() / (layers * heads * totals["blocks"])
+        kv_bytes = heads * totals["tokens"] * g.kv_bytes
+        scan_bytes = heads * (totals["closed_tokens"] * self._scan_bytes + totals["open_tokens"] * g.kv_bytes / 2)
         return Reading(
             totals["steps"],
             kept_fraction,
-            kept_fraction + scanned / (rows * totals["tokens"] * g.kv_bytes),
+            kept_fraction + len(self._sparse_layers) * scan_bytes / (layers * kv_bytes),
             (kept.double() / totals["blocks"]).tolist(),
             totals["tokens"],
             totals["blocks"],
+            totals["requests"],
+            totals["scanned_steps"] if self._sparse_layers else 0,
+            kv_bytes,
+            [scan_bytes if layer in self._sparse_layers else 0.0 for layer in range(layers)],
         )
+
+
+class CounterWindow(Generic[T]):
+    """Reads counters again and again; each reading is of what was added since the one before.
+
+    Args:
+        counts: `[n]` int64, only ever added to.
+        as_reading: makes a reading of a difference of counts, on the host.
+    """
+
+    def __init__(self, counts: torch.Tensor, as_reading: Callable[[torch.Tensor], T]) -> None:
+        self._counts = counts
+        self._as_reading = as_reading
+        self._last = torch.zeros_like(counts, device="cpu")
+        self._copy = torch.zeros_like(counts, device="cpu", pin_memory=counts.is_cuda)
+        self._copied: torch.cuda.Event | None = None
+
+    def read(self) -> T:
+        """Totals between the last two calls but one, without waiting for the device."""
+        if self._copied is None or self._copied.query():
+            now = self._copy.clone()
+            recent, self._last = now - self._last, now
+        else:
+            recent = torch.zeros_like(self._last)
+        self._copy.copy_(self._counts, non_blocking=True)
+        if self._counts.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return self._as_reading(recent)
+
+    def read_all(self) -> T:
+        """Everything that earlier calls have not returned. Waits for the device."""
+        now = self._counts.cpu().clone()
+        recent, self._last = now - self._last, now
+        # A copy still on its way holds no more than this one: the next reading must not go back to it.
+        self._copy.copy_(now)
+        self._copied = None
+        return self._as_reading(recent)

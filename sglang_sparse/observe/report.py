@@ -28,6 +28,7 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
         "page_size": backend.step.geometry.page_size,
         "summary_bytes": backend.step.summaries.bytes,
         "steps": reading.steps,
+        "decoded_tokens": reading.requests,
         "tokens": reading.tokens,
         "blocks": reading.blocks,
         "kept_fraction": reading.kept_fraction,

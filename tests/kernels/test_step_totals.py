@@ -18,6 +18,7 @@ def brute_force(lengths: list[int], page_size: int, block_size: int, min_context
         sum(-(-length // block_size) for length in lengths),
         closed,
         sum(scanned) - closed,
+        int(bool(scanned)),
     ]
 
 
@@ -41,6 +42,6 @@ def test_totals_add_up(impl: str, min_context: int, page_size: int, block_size: 
 
 def test_refuses_other_totals() -> None:
     lengths = torch.ones(1, dtype=torch.int32)
-    for totals in (torch.zeros(6), torch.zeros(5, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"totals is .*: give int64 \[6\]"):
+    for totals in (torch.zeros(7), torch.zeros(6, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"totals is .*: give int64 \[7\]"):
             step_totals(lengths, page_size=16, block_size=8, min_context=0, totals=totals)

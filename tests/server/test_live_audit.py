@@ -17,7 +17,7 @@ FLAGS = (
     *("--sparse-decode-gamma", "0.8", "--page-size", "32", "--chunked-prefill-size", "256"),
 )
 LAYERS, KV_HEADS, TOKENS = 2, 2, 24
-METRIC = "sglang:sparse_decode_coverage"
+METRIC = "sglang_sparse_coverage"
 
 
 def prompts() -> list[list[int]]:
