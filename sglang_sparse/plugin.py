@@ -100,7 +100,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
 
 def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[str, Any]:
     """Checks server arguments, of which those at their default do not count; returns what sparse decode sets."""
-    compat.check_release()
+    compat.check_release(options.allow_untested_sglang)
     compat.check_environment()
     defaults = compat.argument_defaults()
     given = {
@@ -117,8 +117,9 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
 
 def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     """Raises OptionsError if the model, or a layer that the options name, rules out sparse decode."""
+    compat.resolve(server_args)
     compat.check_resolved(server_args)
-    model_config = server_args.get_model_config()
+    model_config = compat.model_config(server_args)
     compat.check_model(model_config)
     shape = compat.model_shape(model_config)
     options.check_shape(shape)
@@ -133,7 +134,7 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
 
     from sglang_sparse.cpu.paged_allocator import alloc_decode, alloc_extend
 
-    compat.check_release()
+    compat.check_release(options.allow_untested_sglang)
     _verify_targets(compat.SCHEDULER_TARGETS)
 
     def create_backend(model_runner: Any) -> SparseDecodeBackend:

@@ -41,7 +41,8 @@ def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture)
         if name in module.CONFIG_ONLY:
             continue
         assert module.flag(name) in text
-        assert f"(default: {'none' if default in (None, ()) else default})" in text
+        shown = "off" if default is False else "none" if default in (None, ()) else default
+        assert f"(default: {shown})" in text
     assert "--sparse-decode-config" in text
 
 
