@@ -44,9 +44,7 @@ def make(release: str) -> Path:
         return python
     # Made anew from nothing: what is half installed has no stamp.
     shutil.rmtree(folder, ignore_errors=True)
-    made = subprocess.run(
-        [sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False
-    )
+    made = subprocess.run([sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         raise SetupError(f"{sys.executable} -m venv failed: {(made.stdout + made.stderr).strip()}")
     pip_install(python, f"Installing SGLang {release}", "--no-deps", "--ignore-installed", "-r", str(packages))

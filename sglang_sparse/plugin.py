@@ -15,11 +15,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_sparse import option_sources
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
+
+if not compat.is_patched():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+else:
+    from sglang_sparse.fork import HookRegistry, HookType
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
@@ -35,6 +39,14 @@ _memory_is_reserved = False
 
 def register() -> None:
     """Entry point of the group `sglang.srt.plugins`."""
+    if compat.is_patched():
+        logger.warning("The plugin sparse_decode does nothing: this SGLang is patched for sparse decode.")
+        return
+    install()
+
+
+def install() -> None:
+    """Registers what this process needs: the flags, and sparse decode if the environment asks for it."""
     hook = HookRegistry.register
     hook(compat.ADD_CLI_ARGS, _add_cli_args, HookType.AROUND)
     hook(compat.FROM_CLI_ARGS, _from_cli_args, HookType.AROUND)
@@ -58,10 +70,16 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
 
     The options reach the Engine's processes through the environment: start the Engine before the next call.
     """
-    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    load_plugins()
+    if compat.is_patched():
+        from sglang_sparse import fork
+
+        fork.install()
+    else:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
     _verify_hooks(compat.MAIN_TARGETS)
     prefix = "sparse_decode_"
     given = {key.removeprefix(prefix): kwargs.pop(key) for key in list(kwargs) if key.startswith(prefix)}

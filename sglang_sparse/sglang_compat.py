@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -48,6 +49,18 @@ SCHEDULER_TARGETS = (
     ALLOC_EXTEND,
     ALLOC_DECODE,
 )
+
+
+POINTS_MODULE = "sglang.srt.sparse_decode_points"
+"""Only an SGLang that is patched for sparse decode (patches/) has this module."""
+
+
+def is_patched() -> bool:
+    """Whether SGLang calls sparse decode by itself, so that there is nothing to hook."""
+    try:
+        return importlib.util.find_spec(POINTS_MODULE) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 class UnsupportedError(OptionsError):

@@ -1,8 +1,8 @@
 """SGLang's paged KV allocator in torch, for CPU servers with a page size above one.
 
-Older SGLang releases launch Triton kernels in ``PagedTokenToKVPoolAllocator.alloc_extend`` and ``alloc_decode`` whatever
-the device is. The functions here are AROUND hooks for these two methods: on a CPU they hand out exactly the slots that the
-kernels would, elsewhere they call the original.
+Older SGLang releases launch Triton kernels in ``PagedTokenToKVPoolAllocator.alloc_extend`` and ``alloc_decode``,
+whatever the device is. The functions here are AROUND hooks for these two methods: on a CPU they hand out exactly the
+slots that the kernels would, elsewhere they call the original.
 """
 
 from collections.abc import Callable
