@@ -54,7 +54,10 @@ def parse(text: str, name: str) -> list[FilePatch]:
             index += 1
             path = (old if new == "/dev/null" else new).partition("/")[2]
             patches.append(FilePatch(path, (), creates=old == "/dev/null", deletes=new == "/dev/null"))
-        elif new and (found := _HUNK.match(line)):
+        elif new and line.startswith("@@"):
+            found = _HUNK.match(line)
+            if found is None:
+                raise PatchError(f"{name} ends inside a hunk: get the patches of this project anew")
             hunk, index = _hunk(lines, index, found, name)
             last = patches[-1]
             patches[-1] = FilePatch(last.path, (*last.hunks, hunk), last.creates, last.deletes)
