@@ -35,7 +35,8 @@ new file mode 100644
 +first
 +second
 """
-BEFORE = "".join(f"{word}\n" for word in "one two three four five six seven eight nine ten".split())
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+BEFORE = "".join(f"{word}\n" for word in WORDS)
 AFTER = BEFORE.replace("one\n", "one\none and a half\n").replace("eight", "8")
 
 
@@ -83,10 +84,10 @@ def test_a_created_file_that_was_changed_is_not_deleted() -> None:
         diff.apply(parsed()[1].reversed(), "first\nsecond\nthird\n")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "Subject: nothing\n", PATCH[: PATCH.index("+8,")], PATCH[: PATCH.index("+8\n")], PATCH[: PATCH.index("@@")]],
-)
+CUTS = ("@@", "+8,", "+8\n")
+
+
+@pytest.mark.parametrize("text", ["", "Subject: nothing\n", *(PATCH[: PATCH.index(cut)] for cut in CUTS)])
 def test_broken_patches(text: str) -> None:
     with pytest.raises(PatchError, match="0001-x"):
         diff.parse(text, "0001-x.patch")

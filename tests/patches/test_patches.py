@@ -54,10 +54,11 @@ def marked_functions(tree: Path) -> set[str]:
             owner, node = nodes.pop()
             if isinstance(node, ast.ClassDef):
                 nodes += [(f"{owner}.{node.name}", inner) for inner in node.body]
-            elif isinstance(node, ast.FunctionDef) and node.decorator_list:
-                # Below classmethod and staticmethod, which are no functions.
-                if ast.unparse(node.decorator_list[-1]) == "sparse_decode_point":
-                    found.add(f"{owner}.{node.name}")
+            # The last decorator: below classmethod and staticmethod, which do not give functions.
+            elif isinstance(node, ast.FunctionDef) and "sparse_decode_point" in map(
+                ast.unparse, node.decorator_list[-1:]
+            ):
+                found.add(f"{owner}.{node.name}")
     return found
 
 

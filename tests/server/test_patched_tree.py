@@ -104,31 +104,23 @@ def test_the_plugin_does_nothing_in_a_patched_tree_and_says_so(patched: Path) ->
     assert "The plugin sparse_decode does nothing: this SGLang is patched for sparse decode." in done.stderr
 
 
-def test_flags_and_refusals_of_a_patched_tree(patched: Path, random_llama: Path) -> None:
+def test_flags_engine_and_refusals_of_a_patched_tree(patched: Path, random_llama: Path) -> None:
     code = (
-        "import sys\n"
+        "import os\n"
         "from sglang.srt.server_args import prepare_server_args\n"
-        f"arguments = ['--model-path', {str(random_llama)!r}, '--device', 'cpu', *sys.argv[1:]]\n"
-        "made = prepare_server_args(arguments)\n"
-        "print(made.page_size, made.decode_attention_backend)"
-    )
-
-    def prepare(*flags: str) -> subprocess.CompletedProcess[str]:
-        return python(patched, f"import sys; sys.argv[1:] = {list(flags)!r}\n{code}", SGLANG_PLUGINS="none")
-
-    assert prepare("--sparse-decode").stdout.splitlines()[-1] == f"64 {compat.BACKEND_NAME}"
-    refused = prepare("--sparse-decode", "--enable-mixed-chunk")
-    assert refused.returncode == 2
-    assert "sglang-sparse: error: --sparse-decode: --enable-mixed-chunk" in refused.stderr
-
-
-def test_the_engine_of_a_patched_tree(patched: Path, random_llama: Path) -> None:
-    code = (
         "from sglang_sparse import engine_kwargs\n"
-        f"made = engine_kwargs(model_path={str(random_llama)!r}, device='cpu', sparse_decode_gamma=0.9)['server_args']\n"
-        "print(made.page_size, made.decode_attention_backend)"
-    )
-    assert python(patched, code, SGLANG_PLUGINS="none").stdout.splitlines()[-1] == f"64 {compat.BACKEND_NAME}"
+        f"model = {str(random_llama)!r}\n"
+        "line = ['--model-path', model, '--device', 'cpu', '--sparse-decode']\n"
+        "def show(made): print(made.page_size, made.decode_attention_backend, os.environ.pop(VARIABLE)[:13])\n"
+        "show(prepare_server_args([*line, '--sparse-decode-gamma', '0.8']))\n"
+        "show(engine_kwargs(model_path=model, device='cpu', sparse_decode_gamma=0.9)['server_args'])\n"
+        "prepare_server_args([*line, '--enable-mixed-chunk'])"
+    ).replace("VARIABLE", repr(ENVIRONMENT_VARIABLE))
+    done = python(patched, code, SGLANG_PLUGINS="none")
+    shown = [line for line in done.stdout.splitlines() if compat.BACKEND_NAME in line]
+    assert shown == [f'64 {compat.BACKEND_NAME} {{"gamma": {gamma}' for gamma in (0.8, 0.9)], done.stderr
+    assert done.returncode == 2
+    assert "sglang-sparse: error: --sparse-decode: --enable-mixed-chunk" in done.stderr
 
 
 def test_a_point_without_a_hook_stops_the_server(patched: Path) -> None:
