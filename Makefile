@@ -1,5 +1,6 @@
 # make serve    a server with sparse decode, on this host's GPU or CPU; Ctrl-C stops it
 # make test     all tests
+# make test-all-sglang   the tests of servers and patches on the other SGLang releases, see docs/compatibility.md
 # make lint     style and types
 # make clean    removes what the others made here; the sample model stays in its cache
 
@@ -26,13 +27,16 @@ PREPARE = "$(PYTHON)" scripts/setup_venv.py "$(VENV)"
 RUN = "$(abspath $(VENV))/bin/python"
 endif
 
-.PHONY: serve test lint clean venv
+.PHONY: serve test test-all-sglang lint clean venv
 
 serve:
 	@$(PREPARE); exec $(RUN) scripts/serve.py --port "$(PORT)" --model "$(MODEL)" -- $(EXTRA_ARGS)
 
 test:
 	@$(PREPARE); exec $(RUN) -m pytest $(PYTEST_ARGS)
+
+test-all-sglang:
+	@$(PREPARE); exec $(RUN) scripts/test_all_sglang.py -- $(PYTEST_ARGS)
 
 lint:
 	@$(PREPARE); $(RUN) -m ruff check .; $(RUN) -m ruff format --check .; $(RUN) -m mypy

@@ -53,7 +53,8 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
 
     def add(name: str, help_text: str, **kwargs: Any) -> None:
         shown = getattr(default, name, None)
-        shown = "none" if shown in (None, ()) else shown
+        # True and false belong to flags that take no value.
+        shown = "none" if shown in (None, ()) else "off" if shown is False else shown
         group.add_argument(
             flag(name),
             dest=f"{_DEST}_{name}",
@@ -104,6 +105,11 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         "audit_rate",
         "Share of decode steps that measure one request's true coverage; 0 measures none.",
         type=float,
+    )
+    add(
+        "allow_untested_sglang",
+        "Run on an SGLang release that sparse decode has not been tested with.",
+        action="store_true",
     )
     add(
         "config",

@@ -87,6 +87,8 @@ class SparseDecodeOptions:
     """The model that a config file was made for, if it says so; without a flag."""
     gamma_by_head: gammas.GammaByHead = ()
     """One gamma for each layer and KV head, instead of `gamma`; without a flag."""
+    allow_untested_sglang: bool = False
+    """Whether to run on an SGLang release that sparse decode has not been tested with."""
 
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma)
@@ -121,6 +123,8 @@ class SparseDecodeOptions:
             )
         if self.model is not None:
             object.__setattr__(self, "model", ModelShape.from_value(self.model))
+        if type(self.allow_untested_sglang) is not bool:
+            raise OptionsError(f"{flag('allow_untested_sglang')} is {self.allow_untested_sglang!r}: give true or false")
         check_number("audit_rate", self.audit_rate)
         if not 0 <= self.audit_rate <= 1:
             raise OptionsError(f"{flag('audit_rate')} is {self.audit_rate}: give a share of decode steps from 0 to 1")

@@ -15,12 +15,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_sparse import option_sources
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
 from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
+
+if not compat.is_patched():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+else:
+    from sglang_sparse.fork import HookRegistry, HookType
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
@@ -37,6 +41,14 @@ _memory_is_reserved = False
 
 def register() -> None:
     """Entry point of the group `sglang.srt.plugins`."""
+    if compat.is_patched():
+        logger.warning("The plugin sparse_decode does nothing: this SGLang is patched for sparse decode.")
+        return
+    install()
+
+
+def install() -> None:
+    """Registers what this process needs: the flags, and sparse decode if the environment asks for it."""
     hook = HookRegistry.register
     hook(compat.ADD_CLI_ARGS, _add_cli_args, HookType.AROUND)
     hook(compat.FROM_CLI_ARGS, _from_cli_args, HookType.AROUND)
@@ -60,10 +72,16 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
 
     The options reach the Engine's processes through the environment: start the Engine before the next call.
     """
-    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    load_plugins()
+    if compat.is_patched():
+        from sglang_sparse import fork
+
+        fork.install()
+    else:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
     _verify_hooks(compat.MAIN_TARGETS)
     prefix = "sparse_decode_"
     given = {key.removeprefix(prefix): kwargs.pop(key) for key in list(kwargs) if key.startswith(prefix)}
@@ -106,7 +124,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
 
 def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[str, Any]:
     """Checks server arguments, of which those at their default do not count; returns what sparse decode sets."""
-    compat.check_release()
+    compat.check_release(options.allow_untested_sglang)
     compat.check_environment()
     defaults = compat.argument_defaults()
     given = {
@@ -143,8 +161,9 @@ def _current_options() -> SparseDecodeOptions:
 
 def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     """Raises OptionsError if the model, or a layer that the options name, rules out sparse decode."""
+    compat.resolve(server_args)
     compat.check_resolved(server_args)
-    model_config = server_args.get_model_config()
+    model_config = compat.model_config(server_args)
     compat.check_model(model_config)
     shape = compat.model_shape(model_config)
     options.check_shape(shape)
@@ -159,7 +178,7 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
 
     from sglang_sparse.cpu.paged_allocator import alloc_decode, alloc_extend
 
-    compat.check_release()
+    compat.check_release(options.allow_untested_sglang)
     _verify_targets(compat.SCHEDULER_TARGETS)
 
     def create_backend(model_runner: Any) -> SparseDecodeBackend:

@@ -1,12 +1,15 @@
 """What depends on the SGLang release, and what of SGLang has been tested together with sparse decode.
 
-Written for 0.5.17. No other module knows release numbers or reaches for names that moved between releases.
+No other module knows release numbers or reaches for names that moved between releases. Since 0.5.20 server arguments
+are sealed records: what SGLang resolves is declared beside them, and one asks for it by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,9 +17,12 @@ import torch
 
 from sglang_sparse.geometry import Geometry, table_pages
 from sglang_sparse.options import ModelShape, OptionsError, SparseDecodeOptions
+from sglang_sparse.options import flag as option_flag
+
+logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "sparse_decode"
-TESTED_RELEASES = ("0.5.17",)
+TESTED_RELEASES = ("0.5.17", "0.5.20", "0.5.23")
 TESTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PREFILL_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 HEAD_DIMS = (64, 96, 128, 256)
@@ -71,17 +77,35 @@ SCHEDULER_TARGETS = (
 )
 
 
+POINTS_MODULE = "sglang.srt.sparse_decode_points"
+"""Only an SGLang that is patched for sparse decode (patches/) has this module."""
+
+
+def is_patched() -> bool:
+    """Whether SGLang calls sparse decode by itself, so that there is nothing to hook."""
+    try:
+        return importlib.util.find_spec(POINTS_MODULE) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 class UnsupportedError(OptionsError):
     """Sparse decode does not work with what was asked for. One line: what, and what to use instead."""
 
 
-def check_release() -> None:
-    """Raises UnsupportedError unless the installed SGLang release has been tested."""
+def check_release(allow_untested: bool = False) -> None:
+    """Raises UnsupportedError unless the installed SGLang release has been tested, or `allow_untested`."""
     release = importlib.metadata.version("sglang")
-    if release.split("+")[0] not in TESTED_RELEASES:
+    if release.split("+")[0] in TESTED_RELEASES:
+        return
+    if not allow_untested:
         raise UnsupportedError(
-            f"SGLang {release} has not been tested with --sparse-decode: install one of {', '.join(TESTED_RELEASES)}"
+            f"SGLang {release} has not been tested with --sparse-decode: install one of {', '.join(TESTED_RELEASES)}, "
+            f"or add {option_flag('allow_untested_sglang')}"
         )
+    logger.warning(
+        "SGLang %s has not been tested with sparse decode (tested: %s).", release, ", ".join(TESTED_RELEASES)
+    )
 
 
 # --- server arguments ----------------------------------------------------------------------------------------------
@@ -184,10 +208,41 @@ def argument_defaults() -> dict[str, Any]:
     """Default values of SGLang's server arguments, by field name."""
     from sglang.srt.server_args import ServerArgs
 
+    if dataclasses.is_dataclass(ServerArgs):
+        fields: Iterable[Any] = dataclasses.fields(ServerArgs)
+        missing: Any = dataclasses.MISSING
+    else:
+        import msgspec
+
+        fields, missing = msgspec.structs.fields(ServerArgs), msgspec.NODEFAULT
     return {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(ServerArgs)
+        field.name: field.default if field.default_factory is missing else field.default_factory() for field in fields
     }
+
+
+def resolve(server_args: Any) -> None:
+    """Makes SGLang decide what the user left open, as its launchers do first of all; once, and not again."""
+    # Before 0.5.20 construction did it.
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+
+
+def resolved(server_args: Any, name: str) -> Any:
+    """The value of a server argument after `resolve`."""
+    if not hasattr(server_args, "resolve_once"):
+        return getattr(server_args, name)
+    from sglang.srt.arg_groups.overrides import resolution_result
+
+    return resolution_result(server_args, name)
+
+
+def model_config(server_args: Any) -> Any:
+    """SGLang's `ModelConfig` of resolved server arguments."""
+    if hasattr(server_args, "get_model_config"):
+        return server_args.get_model_config()
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    return model_config_of(server_args)
 
 
 def check_arguments(given: dict[str, Any]) -> None:
@@ -206,7 +261,7 @@ def check_resolved(server_args: Any) -> None:
 
     However it was spelled: a prefill graph that records attention replays it without the prefill backend object.
     """
-    prefill = server_args.cuda_graph_config.prefill.backend
+    prefill = resolved(server_args, "cuda_graph_config").prefill.backend
     if str(getattr(prefill, "value", prefill)) not in ("disabled", "breakable"):
         raise UnsupportedError(
             f"--sparse-decode: prefill CUDA graphs of the kind {getattr(prefill, 'value', prefill)} are not supported: "
@@ -452,14 +507,16 @@ def live_closed_pages(scheduler: Any, page_size: int) -> torch.Tensor:
     slots = [torch.zeros(0, dtype=torch.int64, device=rows.device)]
     tree = scheduler.tree_cache
     # all_values_flatten of an empty tree raises; a disabled cache keeps no values.
-    if hasattr(tree, "all_values_flatten") and tree.total_size() > 0:
+    if hasattr(tree, "all_values_flatten") and _total_size(tree) > 0:
         slots.append(tree.all_values_flatten().to(torch.int64))
     for request in _running_requests(scheduler):
-        if request.req_pool_idx is None:
+        # Since 0.5.20 a request keeps these in an object of its own.
+        held = getattr(request, "kv", request)
+        if held.req_pool_idx is None:
             continue
         # The last sampled token has no key yet; under overlap output_ids lags by one more, which only checks less.
-        written = min(request.kv_committed_len, len(request.origin_input_ids) + len(request.output_ids) - 1)
-        slots.append(rows[request.req_pool_idx, : written // page_size * page_size].to(torch.int64))
+        written = min(held.kv_committed_len, len(request.origin_input_ids) + len(request.output_ids) - 1)
+        slots.append(rows[held.req_pool_idx, : written // page_size * page_size].to(torch.int64))
     return torch.unique(torch.cat(slots) // page_size)
 
 
@@ -473,6 +530,17 @@ def pool_usage(scheduler: Any) -> dict[str, int]:
         "free_requests": int(rows.available_size()),
         "total_requests": int(rows.size),
     }
+
+
+def _total_size(tree: Any) -> int:
+    """Tokens in the prefix cache; some of SGLang's caches count those of sliding-window layers beside them."""
+    size = tree.total_size()
+    return int(size[0] if isinstance(size, tuple) else size)
+
+
+def allocates_without_triton(allocator: Any) -> bool:
+    """Whether SGLang's paged allocator works on a CPU by itself, as it does since 0.5.23."""
+    return hasattr(allocator, "use_triton_kernels")
 
 
 def _running_requests(scheduler: Any) -> Iterable[Any]:

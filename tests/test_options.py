@@ -41,7 +41,8 @@ def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture)
         if name in module.CONFIG_ONLY:
             continue
         assert module.flag(name) in text
-        assert f"(default: {'none' if default in (None, ()) else default})" in text
+        shown = "off" if default is False else "none" if default in (None, ()) else default
+        assert f"(default: {shown})" in text
     assert "--sparse-decode-config" in text
 
 
@@ -67,6 +68,7 @@ def test_flags_reach_their_options() -> None:
         ],
         *["--sparse-decode-gamma", "0.9", "--sparse-decode-thumbnail-bits", "4"],
         *["--sparse-decode-audit-rate", "0.5", "--sparse-decode-tail", "drop"],
+        "--sparse-decode-allow-untested-sglang",
     )
     assert options == SparseDecodeOptions(
         gamma=0.9,
@@ -82,6 +84,7 @@ def test_flags_reach_their_options() -> None:
         dense_layers=(0, 2, 3, 4),
         audit_rate=0.5,
         tail="drop",
+        allow_untested_sglang=True,
     )
 
 
@@ -154,6 +157,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gamma": float("inf")}, "--sparse-decode-gamma"),
     ({"sink_tokens": 2**40}, "--sparse-decode-sink-tokens"),
     ({"min_context": 10**20}, "--sparse-decode-min-context"),
+    ({"allow_untested_sglang": 1}, "--sparse-decode-allow-untested-sglang"),
 ]
 
 

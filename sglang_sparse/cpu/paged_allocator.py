@@ -1,8 +1,8 @@
 """SGLang's paged KV allocator in torch, for CPU servers with a page size above one.
 
-SGLang 0.5.17 launches Triton kernels in ``PagedTokenToKVPoolAllocator.alloc_extend`` and ``alloc_decode`` whatever the
-device is. The functions here are AROUND hooks for these two methods: on a CPU they hand out exactly the slots that the
-kernels would, elsewhere they call the original.
+Older SGLang releases launch Triton kernels in ``PagedTokenToKVPoolAllocator.alloc_extend`` and ``alloc_decode``,
+whatever the device is. The functions here are AROUND hooks for these two methods: on a CPU they hand out exactly the
+slots that the kernels would, elsewhere they call the original.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from sglang_sparse.sglang_compat import allocates_without_triton
+
 __all__ = ["alloc_decode", "alloc_extend"]
 
 
 def alloc_extend(original_fn: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Around ``PagedTokenToKVPoolAllocator.alloc_extend``: slots for the new tokens of a prefill batch."""
-    if torch.device(self.device).type != "cpu":
+    if torch.device(self.device).type != "cpu" or allocates_without_triton(self):
         result: torch.Tensor | None = original_fn(self, *args, **kwargs)
         return result
     return _alloc_extend(self, *args, **kwargs)
@@ -23,7 +25,7 @@ def alloc_extend(original_fn: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 def alloc_decode(original_fn: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Around ``PagedTokenToKVPoolAllocator.alloc_decode``: one slot for the next token of each request."""
-    if torch.device(self.device).type != "cpu":
+    if torch.device(self.device).type != "cpu" or allocates_without_triton(self):
         result: torch.Tensor | None = original_fn(self, *args, **kwargs)
         return result
     return _alloc_decode(self, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -168,6 +169,18 @@ def test_engine_kwargs_checks_like_the_command_line(prepare: Any, random_llama: 
         engine_kwargs(model_path=str(random_llama), sparse_decode_gamme=0.9, **device)
     with pytest.raises(OptionsError, match="--enable-mixed-chunk"):
         engine_kwargs(model_path=str(random_llama), enable_mixed_chunk=True, **device)
+
+
+def test_an_untested_release_needs_its_flag(
+    prepare: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.99" if name == "sglang" else version(name))
+    named = "SGLang 0.5.99 has not been tested with --sparse-decode: install one of 0.5.17, 0.5.20, 0.5.23, or add"
+    assert_refused(prepare, capsys, ["--sparse-decode"], f"{named} --sparse-decode-allow-untested-sglang")
+    arguments = prepare("--sparse-decode", "--sparse-decode-allow-untested-sglang")
+    assert arguments.decode_attention_backend == "sparse_decode"
+    assert json.loads(os.environ[ENVIRONMENT_VARIABLE])["allow_untested_sglang"] is True
 
 
 # A main module that breaks SGLang and then is `sglang.launch_server`. Spawned processes import it again.

@@ -1,0 +1,69 @@
+"""Runs the CPU serving tests and those of the patches on the other SGLang releases: ``make test-all-sglang``.
+
+    test_all_sglang.py [--release 0.5.23 ...] -- [pytest's arguments]
+
+Each release has an environment of its own in build/sglang, made on the first run (see release_venv.py). pytest's
+arguments choose among the tests. Ends with a line for each release, and with 1 if a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+import release_venv
+from setup_venv import ROOT, SetupError, has_cuda_device
+
+RELEASES = ("0.5.20", "0.5.23")
+TESTS = ("tests/server", "tests/patches")
+VERSIONS = """
+import platform
+from importlib.metadata import version
+names = ("torch", "transformers", "triton")
+print(", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]))
+"""
+
+
+def run(release: str, arguments: list[str]) -> tuple[int, str]:
+    """pytest's exit code on `release`, and one line that sums it up."""
+    python = release_venv.make(release)
+    # Other tests have nothing to do with the release.
+    chosen = [] if any((ROOT / argument.split("::")[0]).exists() for argument in arguments) else TESTS
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    found = subprocess.run([python, "-c", VERSIONS], env=environment, capture_output=True, text=True, check=True).stdout
+    title = f"SGLang {release} ({found.strip()})"
+    print(f"== {title}", flush=True)
+    start, last = time.monotonic(), ""
+    with subprocess.Popen(
+        [python, "-m", "pytest", *chosen, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            print(line, end="", flush=True)
+            last = line.strip(" =\n") or last
+    return tests.returncode, f"{title}: {last} (wall {time.monotonic() - start:.0f} s)"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--release", action="append", choices=RELEASES, help="one of them; may be given again")
+    parser.add_argument("arguments", nargs="*", metavar="PYTEST_ARGUMENT")
+    given = parser.parse_args()
+    try:
+        if has_cuda_device():
+            raise SetupError("make test-all-sglang tests servers without a GPU: run it on a host that has none")
+        results = [run(release, given.arguments) for release in given.release or RELEASES]
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print("\n".join(["", *(line for _, line in results)]))
+    return max(min(code, 1) for code, _ in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Sparse decode in a patched SGLang, which calls it from its own functions instead of loading the plugin.
+
+The patches in `patches/` mark the functions that the plugin would hook with `sparse_decode_point`. `HookRegistry` and
+`HookType` stand in for SGLang's own there: `plugin` registers the same functions with them, and the points call these.
+Imports nothing of SGLang, which imports this first.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+
+class HookType(enum.Enum):
+    """The kinds of hooks that points can call."""
+
+    AROUND = "around"
+
+
+class HookRegistry:
+    """What the points of this process call, by target: the function's dotted path."""
+
+    _patched: ClassVar[set[str]] = set()
+    """Targets that SGLang has a point at, as far as their modules are imported."""
+    _around: ClassVar[dict[str, Callable]] = {}
+
+    @classmethod
+    def register(cls, target: str, hook: Callable, kind: HookType) -> None:
+        """Makes the point at `target` call `hook(original, *args, **kwargs)`; there can be one.
+
+        Raises:
+            ValueError: if there is one already, or `kind` is not AROUND.
+        """
+        if kind is not HookType.AROUND or target in cls._around:
+            raise ValueError(f"a patched SGLang has one AROUND hook at {target}, and no other")
+        cls._around[target] = hook
+
+
+@functools.cache
+def install() -> None:
+    """Registers what the plugin would hook in this process, once; ends the process if that fails."""
+    from sglang_sparse import plugin
+
+    plugin.install()
+
+
+def sparse_decode_point(function: Callable) -> Callable:
+    """Decorator of a function of SGLang: calls go to the hook registered for it, if there is one."""
+    target = f"{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def point(*args: Any, **kwargs: Any) -> Any:
+        # Not at import: SGLang is half imported then, and the options may not be in the environment yet.
+        install()
+        hook = HookRegistry._around.get(target)
+        return function(*args, **kwargs) if hook is None else hook(function, *args, **kwargs)
+
+    HookRegistry._patched.add(target)
+    return point
