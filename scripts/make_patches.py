@@ -50,8 +50,13 @@ STEPS = (
         compat.MAIN_TARGETS,
     ),
     (
+        "Let requests and the HTTP server reach sparse decode",
+        "Settings at run time and by request, and what a request read.",
+        compat.TOKENIZER_TARGETS + compat.HTTP_TARGETS,
+    ),
+    (
         "Call sparse decode in the scheduler process",
-        "It builds the decode backend, takes its memory out of the KV budget,\nreports, and allocates pages on a CPU.",
+        "It builds the decode backend, takes its memory out of the KV budget,\nreports, takes settings, and allocates pages on a CPU.",
         compat.SCHEDULER_TARGETS,
     ),
 )

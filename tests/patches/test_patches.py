@@ -16,7 +16,7 @@ from sglang_sparse.patches import __main__ as command
 from sglang_sparse.patches.tree import Tree
 
 POINTS = "sglang/srt/sparse_decode_points.py"
-TARGETS = (*compat.MAIN_TARGETS, *compat.SCHEDULER_TARGETS)
+TARGETS = compat.ALL_TARGETS
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def marked_functions(tree: Path) -> set[str]:
             if isinstance(node, ast.ClassDef):
                 nodes += [(f"{owner}.{node.name}", inner) for inner in node.body]
             # The last decorator: below classmethod and staticmethod, which do not give functions.
-            elif isinstance(node, ast.FunctionDef) and "sparse_decode_point" in map(
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "sparse_decode_point" in map(
                 ast.unparse, node.decorator_list[-1:]
             ):
                 found.add(f"{owner}.{node.name}")

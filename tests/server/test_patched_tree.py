@@ -96,7 +96,7 @@ def test_the_plugin_does_nothing_in_a_patched_tree_and_says_so(patched: Path) ->
         "from sglang.srt.plugins.hook_registry import HookRegistry as registry\n"
         "print(dict(registry._hooks), registry._patched)\n"
         "from sglang_sparse import fork, sglang_compat as compat\n"
-        "targets = (*compat.MAIN_TARGETS, *compat.SCHEDULER_TARGETS)\n"
+        "targets = compat.ALL_TARGETS\n"
         "[pkgutil.resolve_name(target.rpartition('.')[0]) for target in targets]\n"
         "print(fork.HookRegistry._patched == set(targets))",
     )
