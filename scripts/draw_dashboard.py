@@ -67,7 +67,7 @@ def in_unit(value: float, unit: str) -> str:
             if value >= size or size == 1
         )
     if unit == "s":
-        return f"{1000 * value:.3g} ms"
+        return f"{value:.2g} s" if value >= 1 else f"{1000 * value:.3g} ms"
     return f"{value:.3g}"
 
 

@@ -72,12 +72,16 @@ def _once(server: Server, interval: float, as_json: bool) -> None:
 
 def _live(server: Server, interval: float) -> None:
     _check_rich()
+    from rich.console import Console
     from rich.live import Live
 
     from sglang_sparse.top.view import screen
 
+    console = Console()
+    if not console.is_terminal:
+        raise TopError("the live view needs a terminal: use --once, with --json for scripts")
     now, before = server.read(), None
-    with Live(screen(server.url, summarise(now, None)), auto_refresh=False, screen=True) as live:
+    with Live(screen(server.url, summarise(now, None)), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(interval)
             before, now = now, _read_again(server)

@@ -12,7 +12,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "sglang_sparse.json"
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
-NAME = re.compile(r"\b(?:sglang_sparse_|sglang:)\w+")
+NAME = re.compile(r"\bsglang_sparse_\w+")
+SGLANGS_NAME = re.compile(r"sglang\[:_\](\w+)")
+"""SGLang's own names have a colon, which some releases of prometheus_client turn into an underscore for Prometheus."""
 
 
 def dashboard() -> dict[str, Any]:
@@ -32,4 +34,6 @@ def queried_names() -> set[str]:
     """Names of the series that the dashboard or an alert rule reads."""
     variables = [entry["definition"] for entry in dashboard()["templating"]["list"] if "definition" in entry]
     queries = [target["expr"] for panel in panels() for target in panel["targets"]]
-    return set(NAME.findall(" ".join([*variables, *queries, *(rule["expr"] for rule in alert_rules())])))
+    text = " ".join([*variables, *queries, *(rule["expr"] for rule in alert_rules())])
+    assert "sglang:" not in text
+    return {*NAME.findall(text), *(f"sglang:{name}" for name in SGLANGS_NAME.findall(text))}

@@ -28,6 +28,11 @@ def install(*arguments: str | Path, **variables: str | Path) -> subprocess.Compl
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+def skip_without_registry(result: subprocess.CompletedProcess[str]) -> None:
+    if re.search("NewConnectionError|Max retries exceeded|Could not find a version", result.stdout + result.stderr):
+        pytest.skip("no package registry can be reached")
+
+
 def entries() -> list[str]:
     """The lock's requirements, each with its hashes."""
     text = re.sub(r"^#.*\n", "", LOCK.read_text(), flags=re.MULTILINE)
@@ -62,6 +67,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = folder / "small.lock"
     small.write_text("\n".join(entry for entry in entries() if entry.startswith("setuptools==")) + "\n")
     made = install("packages", folder / "venv", LOCK=small)
+    skip_without_registry(made)
     assert made.returncode == 0, made.stderr
     made = install("project", folder / "venv")
     assert made.returncode == 0, made.stderr
@@ -86,6 +92,7 @@ def test_a_hash_that_differs_leaves_no_environment(tmp_path: Path) -> None:
     lock = tmp_path / "wrong.lock"
     lock.write_text(f"setuptools=={PINNED['setuptools']} --hash=sha256:{'0' * 64}\n")
     result = install("packages", tmp_path / "venv", LOCK=lock)
+    skip_without_registry(result)
     assert result.returncode != 0
     assert "DO NOT MATCH THE HASHES" in result.stderr
     assert not (tmp_path / "venv").exists()

@@ -40,8 +40,9 @@ def test_every_panel_says_what_it_shows_and_reads_the_chosen_source() -> None:
         for target in panel["targets"]:
             assert target["datasource"]["uid"] == "${datasource}"
             assert set(re.findall(r"\$(\w+)", target["expr"])) <= {"instance", "model", "__rate_interval"}
-            selectors = re.findall(r"(?:sglang_sparse_|sglang:)\w+(\{[^}]*\})?", target["expr"])
-            assert all("$instance" in selector and "$model" in selector for selector in selectors), target["expr"]
+            selectors = re.findall(r"sglang_sparse_\w+(\{[^}]*\})?|(\{__name__[^}]*\})", target["expr"])
+            assert selectors
+            assert all("$instance" in "".join(found) and "$model" in "".join(found) for found in selectors), target
 
 
 def plain(expression: str) -> str:

@@ -100,6 +100,7 @@ def test_metrics_of_a_server(start_server: Any, random_llama: Path) -> None:
     assert total(samples, "timed_layer_seconds_total") < 600
 
     check_names(samples)
+    check_scrape(server, samples)
     check_top(server, samples)
 
 
@@ -116,6 +117,15 @@ def check_names(samples: Samples) -> None:
     for name in ours:
         for labels, _ in samples[name]:
             assert set(labels) - sglangs <= LABELS, f"{name} has other labels: {labels}"
+
+
+def check_scrape(server: Any, samples: Samples) -> None:
+    """Prometheus asks for OpenMetrics, where prometheus_client may rewrite names with colons: ours stay the same."""
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    response = requests.get(f"{server.url}/metrics", headers={"Accept": accept}, timeout=60)
+    assert response.headers["Content-Type"].startswith("application/openmetrics-text")
+    names = set(re.findall(rf"^({PREFIX}\w+)\{{", response.text, re.MULTILINE))
+    assert names == {name for name in samples if name.startswith(PREFIX)}
 
 
 def check_top(server: Any, samples: Samples) -> None:

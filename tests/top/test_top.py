@@ -185,3 +185,37 @@ def test_json_needs_once(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["--json"])
     assert capsys.readouterr().err == "error: --json prints once: add --once\n"
+
+
+def test_the_live_view_goes_on_until_it_is_interrupted(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sglang_sparse.top.__main__.time.sleep", sleep)
+    with fake_server(BEFORE, AFTER) as url:
+        assert main(["--url", url, "--interval", "0.5"]) == 0
+    assert waits == [0.5] * 3
+    shown = capsys.readouterr().out
+    assert "nothing decoded: since the start" in shown
+    assert "last interval" in shown
+
+
+def test_the_live_view_ends_with_one_line_when_the_server_goes(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sglang_sparse.top.__main__.time.sleep", lambda seconds: None)
+    with fake_server(BEFORE, None) as url:
+        assert main(["--url", url]) == 1
+    assert capsys.readouterr().err.endswith("decodes densely: start it with --sparse-decode\n")
+
+
+def test_the_live_view_needs_a_terminal(capsys: Capture) -> None:
+    with fake_server(AFTER) as url:
+        assert main(["--url", url]) == 1
+    assert "needs a terminal: use --once" in capsys.readouterr().err
