@@ -47,16 +47,16 @@ STEPS = (
     (
         "Add the flags of sparse decode",
         "--sparse-decode and its options, where sglang_sparse is installed; the\nplugin then does nothing.",
-        compat.MAIN_TARGETS,
-    ),
-    (
-        "Let requests and the HTTP server reach sparse decode",
-        "Settings at run time and by request, and what a request read.",
-        compat.TOKENIZER_TARGETS + compat.HTTP_TARGETS,
+        [
+            target
+            for name, targets in compat.hook_targets().items()
+            for target in targets
+            if name != "SCHEDULER_TARGETS"
+        ],
     ),
     (
         "Call sparse decode in the scheduler process",
-        "It builds the decode backend, takes its memory out of the KV budget,\nreports, takes settings, and allocates pages on a CPU.",
+        "It builds the decode backend, takes its memory out of the KV budget,\nreports, and allocates pages on a CPU.",
         compat.SCHEDULER_TARGETS,
     ),
 )
@@ -91,7 +91,7 @@ def mark(file: Path, names: list[str]) -> None:
         if found is None:
             raise SystemExit(f"error: {file} has no {'.'.join(names)}")
         body = getattr(found, "body", [])
-    assert isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef)
+    assert isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef))
     lines = text.splitlines(keepends=True)
     lines.insert(found.lineno - 1, f"{' ' * found.col_offset}@{POINT}\n")
     if IMPORT not in lines:

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
+import pkgutil
 from collections.abc import Callable
 from typing import Any, ClassVar
+
+logger = logging.getLogger(__name__)
 
 
 class HookType(enum.Enum):
@@ -20,11 +24,13 @@ class HookType(enum.Enum):
 
 
 class HookRegistry:
-    """What the points of this process call, by target: the function's dotted path."""
+    """What the points of this process call, by target: the function's dotted path. Used as SGLang's registry is."""
 
-    _patched: ClassVar[set[str]] = set()
+    _points: ClassVar[set[str]] = set()
     """Targets that SGLang has a point at, as far as their modules are imported."""
-    _around: ClassVar[dict[str, Callable]] = {}
+    _hooks: ClassVar[dict[str, Callable]] = {}
+    _patched: ClassVar[set[str]] = set()
+    """Targets whose hook is in place."""
 
     @classmethod
     def register(cls, target: str, hook: Callable, kind: HookType) -> None:
@@ -33,9 +39,22 @@ class HookRegistry:
         Raises:
             ValueError: if there is one already, or `kind` is not AROUND.
         """
-        if kind is not HookType.AROUND or target in cls._around:
+        if kind is not HookType.AROUND or target in cls._hooks:
             raise ValueError(f"a patched SGLang has one AROUND hook at {target}, and no other")
-        cls._around[target] = hook
+        cls._hooks[target] = hook
+
+    @classmethod
+    def apply_hooks(cls) -> None:
+        """Notes which hooks are in place. Those that are not are logged: SGLang lacks the function, or its point."""
+        for target in cls._hooks.keys() - cls._patched:
+            try:
+                pkgutil.resolve_name(target.rpartition(".")[0])
+            except (ImportError, AttributeError):
+                logger.exception("SGLang has no %s", target)
+            if target in cls._points:
+                cls._patched.add(target)
+            else:
+                logger.error("SGLang's %s is not marked: revert its patches and apply those of this version", target)
 
 
 @functools.cache
@@ -44,6 +63,7 @@ def install() -> None:
     from sglang_sparse import plugin
 
     plugin.install()
+    HookRegistry.apply_hooks()
 
 
 def sparse_decode_point(function: Callable) -> Callable:
@@ -54,8 +74,8 @@ def sparse_decode_point(function: Callable) -> Callable:
     def point(*args: Any, **kwargs: Any) -> Any:
         # Not at import: SGLang is half imported then, and the options may not be in the environment yet.
         install()
-        hook = HookRegistry._around.get(target)
+        hook = HookRegistry._hooks.get(target)
         return function(*args, **kwargs) if hook is None else hook(function, *args, **kwargs)
 
-    HookRegistry._patched.add(target)
+    HookRegistry._points.add(target)
     return point

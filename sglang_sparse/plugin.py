@@ -54,7 +54,7 @@ def install() -> None:
     hook(compat.FROM_CLI_ARGS, _from_cli_args, HookType.AROUND)
     try:
         options = SparseDecodeOptions.from_environment()
-        if options is not None:
+        if options is not None and not compat.decodes_nothing():
             _register_in_scheduler(options)
     except Exception as error:
         # SystemExit passes through SGLang's `except Exception`.

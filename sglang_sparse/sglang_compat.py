@@ -75,7 +75,11 @@ SCHEDULER_TARGETS = (
     PROCESS_DECODE,
     COLLECT_INFO,
 )
-ALL_TARGETS = (*MAIN_TARGETS, *TOKENIZER_TARGETS, *HTTP_TARGETS, *SCHEDULER_TARGETS)
+
+
+def hook_targets() -> dict[str, tuple[str, ...]]:
+    """All hook targets: the tuples above, by their names."""
+    return {name: value for name, value in globals().items() if name.endswith("_TARGETS")}
 
 
 POINTS_MODULE = "sglang.srt.sparse_decode_points"
@@ -88,6 +92,13 @@ def is_patched() -> bool:
         return importlib.util.find_spec(POINTS_MODULE) is not None
     except ModuleNotFoundError:
         return False
+
+
+def decodes_nothing() -> bool:
+    """Whether this is a process of SGLang without a model: some of them load plugins too, since 0.5.23."""
+    from setproctitle import getproctitle
+
+    return getproctitle().startswith(("sglang::detokenizer", "sglang::data_parallel_controller"))
 
 
 class UnsupportedError(OptionsError):
