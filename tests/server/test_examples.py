@@ -64,16 +64,24 @@ def test_engine(smollm2: Path) -> None:
     assert re.search(r"[\d.]+% of the KV blocks attended to", printed)
 
 
-def test_calibrate_then_serve(smollm2: Path, tmp_path: Path) -> None:
+def test_calibrate_then_serve(random_llama: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     kinds = ("lighthouse", "harbour", "bridge")
-    texts = [f"The {kind} keeper wrote down the weather of the day. " * 45 for kind in kinds]
+    texts = [f"The {kind} keeper wrote down the weather of the day. " * 10 for kind in kinds]
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     port, log = harness.free_port(), tmp_path / "log"
     calibrate = "--gamma-per model --tokens 4 --context 512 --device cpu"
     with log.open("w") as file:
         process = subprocess.Popen(
-            ["bash", EXAMPLES / "calibrate_then_serve.sh", smollm2, prompts, "--port", str(port), *harness.CPU_FLAGS],
+            [
+                "bash",
+                EXAMPLES / "calibrate_then_serve.sh",
+                random_llama,
+                prompts,
+                "--port",
+                str(port),
+                *harness.CPU_FLAGS,
+            ],
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
