@@ -1,4 +1,4 @@
-"""Lets tests of this folder import their helper."""
+"""Lets tests of this folder import the module that they share."""
 
 import sys
 from pathlib import Path
