@@ -80,7 +80,6 @@ class DecodeStep:
             device=device,
         )
         self.control = DecodeControl(options, self.buffers.thresholds, on_change=self.counters.mark)
-        self._layers = layers
         layer = layer_to_time(self.sparse_layers, layers) if timed else None
         self.clock = LayerClock(layer, self.buffers.seq_lens) if layer is not None else None
 
@@ -109,12 +108,12 @@ class DecodeStep:
         for start in range(0, batch, self.buffers.turn):
             turn = slice(start, min(start + self.buffers.turn, batch))
             self._attend_turn(layer, q[turn], k_pool, v_pool, turn, scale, out[turn])
-        if layer == self._layers - 1:
+        if layer == self.layers - 1:
             request_totals(
                 self.buffers.block_counts,
                 self.buffers.seq_lens[:batch],
-                layers=self._layers,
-                dense_layers=self._layers - len(self.sparse_layers),
+                layers=self.layers,
+                dense_layers=self.layers - len(self.sparse_layers),
                 block_size=self.geometry.block_size,
                 out=self.buffers.request_totals,
             )

@@ -110,7 +110,7 @@ class Metrics:
         self._add(self._counts.read_all() if wait else self._counts.read())
         if self._gamma is not None:
             layers = self._step.sparse_layers
-            self._gamma.record(sum(map(self._step.options.gamma_of, layers)) / len(layers))
+            self._gamma.record(sum(map(self._step.control.gamma_of, layers)) / len(layers))
         if self._clock is not None:
             _, timings, *nanoseconds = self._clock.read_all() if wait else self._clock.read()
             self._timings.record(timings)
