@@ -522,7 +522,7 @@ def live_closed_pages(scheduler: Any, page_size: int) -> torch.Tensor:
     if hasattr(tree, "all_values_flatten") and _total_size(tree) > 0:
         slots.append(tree.all_values_flatten().to(torch.int64))
     for request in _running_requests(scheduler):
-        # Since 0.5.20 a request keeps these in `kv`; 0.5.17 has an object of that name, or None, which holds other things.
+        # Since 0.5.20 a request keeps these in `kv`; in 0.5.17 an object of that name, or None, holds other things.
         held = request if hasattr(request, "req_pool_idx") else request.kv
         if held.req_pool_idx is None:
             continue
