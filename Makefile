@@ -14,6 +14,8 @@ MODEL ?=
 # More flags for sglang.launch_server.
 EXTRA_ARGS ?=
 PYTEST_ARGS ?=
+# For test-all-sglang: some of its releases, such as 0.5.23; by default all.
+RELEASES ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -36,7 +38,7 @@ test:
 	@$(PREPARE); exec $(RUN) -m pytest $(PYTEST_ARGS)
 
 test-all-sglang:
-	@$(PREPARE); exec $(RUN) scripts/test_all_sglang.py -- $(PYTEST_ARGS)
+	@$(PREPARE); exec $(RUN) scripts/test_all_sglang.py $(addprefix --release=,$(RELEASES)) -- $(PYTEST_ARGS)
 
 lint:
 	@$(PREPARE); $(RUN) -m ruff check .; $(RUN) -m ruff format --check .; $(RUN) -m mypy

@@ -56,3 +56,32 @@ def test_documentation_lists_them() -> None:
     assert with_patches == folders
     project = (ROOT / "pyproject.toml").read_text()
     assert set(re.findall(r'\["patches/sglang-(\S+?)/\*\.patch"\]', project)) == folders
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "said"),
+    [
+        ("print('3 passed in 1.00s')", 0, "3 passed in 1.00s, "),
+        ("print('1 failed, 2 passed'); raise SystemExit(1)", 1, "1 failed, 2 passed, "),
+        ("import os; print('..', flush=True); os.kill(os.getpid(), 9)", 1, "ended by signal or exit code -9, "),
+    ],
+)
+def test_results_of_all_releases_are_summed_up(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+    code: str,
+    expected: int,
+    said: str,
+) -> None:
+    """Stands in for the environments: `python -m pytest` there is this Python with a module of that name."""
+    (tmp_path / "pytest.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(test_all_sglang, "has_cuda_device", lambda: False)
+    monkeypatch.setattr(release_venv, "make", lambda release: Path(sys.executable))
+    monkeypatch.setattr(sys, "argv", ["test_all_sglang.py"])
+    assert test_all_sglang.main() == expected
+    summary = capfd.readouterr().out.strip().splitlines()[-2:]
+    for line, release in zip(summary, test_all_sglang.RELEASES, strict=True):
+        assert line.startswith(f"SGLang {release} (Python ")
+        assert f"): {said}" in line
