@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from . import _threshold_search as threshold_search
+from ._select_chunked import select_chunked
 from ._select_single import select_single
 from .selection_tap import TapPoint
 
@@ -15,114 +16,10 @@ CHUNK = 4096
 
 
 @triton.jit
-def _head_statistics(log_mass, blocks_in_row, CHUNK: tl.constexpr):
-    """Largest log mass of a head, and the sum of `exp(log_mass - largest)`, not positive if shares do not exist."""
-    highest = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    for start in range(0, blocks_in_row, CHUNK):
-        blocks = start + tl.arange(0, CHUNK)
-        chunk = tl.load(log_mass + blocks, mask=blocks < blocks_in_row, other=float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(chunk, 0))
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        total = total * tl.exp(highest - shift) + tl.sum(tl.exp(chunk - shift), 0)
-        highest = new_highest
-    return highest, total
-
-
-@triton.jit
 def _first_guess(target, blocks, BY_COUNT: tl.constexpr):
     """The first threshold to test: with every share from `(1 - gamma) / blocks` on, gamma is reached."""
     rest = 1.0 / 16 if BY_COUNT else 1.0 - target
     return (rest / (2.0 * blocks.to(tl.float32))).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _mark(keys, low, high, ties, surplus, seen):
-    """Which keys a search result keeps, and the ties seen so far, `seen` before this chunk."""
-    kept = keys >= low
-    if surplus:
-        tied = kept & (keys < high)
-        rank = seen + tl.cumsum(tied.to(tl.int32), 0)
-        kept = (keys >= high) | (tied & (rank <= ties))
-        seen += tl.sum(tied.to(tl.int32))
-    return kept & (keys >= 0), seen
-
-
-@triton.jit
-def _select_chunked(
-    log_mass,
-    group_stride,
-    patterns,
-    target,
-    goal,
-    blocks_in_row,
-    sink,
-    tail,
-    G: tl.constexpr,
-    EVERY: tl.constexpr,
-    BY_COUNT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Sets KEPT_FLAG in `patterns`, the row's scratch, for free blocks to keep. Returns 0 if shares do not exist."""
-    valid = tl.full((), 1, tl.int32)
-    HEADS: tl.constexpr = G if EVERY else 1
-    GROUP: tl.constexpr = 1 if EVERY else G
-    for head in range(HEADS):
-        highest_key = tl.full((), -1, tl.int32)
-        forced_sum = tl.zeros((), tl.int64)
-        for g in range(GROUP):
-            row = log_mass + (head + g) * group_stride
-            highest, total = _head_statistics(row, blocks_in_row, CHUNK)
-            highest = tl.where(highest == float("-inf"), 0.0, highest)
-            valid = tl.where(total > 0, valid, 0)
-            for start in range(0, blocks_in_row, CHUNK):
-                blocks = start + tl.arange(0, CHUNK)
-                inside = blocks < blocks_in_row
-                share = tl.exp(tl.load(row + blocks, mask=inside, other=float("-inf")) - highest)
-                share = tl.where(total > 0, share / total, 0.0)
-                before = tl.load(patterns + blocks, mask=inside & (head + g > 0), other=0)
-                flag = before & threshold_search.KEPT_FLAG
-                if GROUP > 1:
-                    share += before.to(tl.float32, bitcast=True)
-                    flag = tl.zeros_like(flag)
-                if g == GROUP - 1:
-                    share = share / GROUP
-                    pattern = share.to(tl.int32, bitcast=True) & threshold_search.KEY_MASK
-                    free = threshold_search.free_keys(pattern, blocks, sink, tail)
-                    forced = tl.where(inside & (free < 0), pattern, -1)
-                    highest_key = tl.maximum(highest_key, tl.max(free, 0))
-                    forced_sum += tl.sum(threshold_search.packed_weights(forced, BY_COUNT))
-                tl.store(patterns + blocks, share.to(tl.int32, bitcast=True) | flag, mask=inside)
-            # The next pass may read a pattern in another thread.
-            tl.debug_barrier()
-        low, high, ties, surplus = threshold_search.search(
-            goal - (forced_sum & threshold_search._MASS_MASK),
-            highest_key,
-            _first_guess(target, blocks_in_row, BY_COUNT),
-            patterns,
-            sink,
-            tail,
-            CHUNK,
-            BY_COUNT,
-        )
-        tl.debug_barrier()
-        seen = tl.zeros((), tl.int32)
-        for start in range(sink // CHUNK * CHUNK, tail, CHUNK):
-            blocks = start + tl.arange(0, CHUNK)
-            pattern = tl.load(patterns + blocks, mask=blocks < tail, other=0)
-            keys = threshold_search.free_keys(pattern, blocks, sink, tail)
-            kept, seen = _mark(keys, low, high, ties, surplus, seen)
-            tl.store(patterns + blocks, pattern | threshold_search.KEPT_FLAG, mask=kept)
-        tl.debug_barrier()
-    return valid
-
-
-@triton.jit
-def _append(lists, count, kept, blocks):
-    """Appends the kept ones of ascending blocks to a list of `count` blocks; returns the new count."""
-    ranks = tl.cumsum(kept.to(tl.int32), 0)
-    tl.store(lists + count + ranks - 1, blocks, mask=kept)
-    return count + tl.sum(kept.to(tl.int32))
 
 
 @triton.jit
@@ -193,9 +90,7 @@ def _select_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    SMALL: tl.constexpr,
-    MEDIUM: tl.constexpr,
-    LARGE: tl.constexpr,
+    SIZES: tl.constexpr,
     LONGER: tl.constexpr,
     ALIGNED: tl.constexpr,
     D: tl.constexpr,
@@ -231,8 +126,9 @@ def _select_kernel(
         if kept_mask is not None:
             row_flags = row_mask
         # A row takes the least of these sizes that holds it, whatever the capacity.
-        if SMALL:  # noqa: SIM102 - a condition of the compiler's
-            if blocks_in_row <= SMALL:
+        smaller = 0
+        for index in tl.static_range(len(SIZES)):
+            if (blocks_in_row > smaller) & (blocks_in_row <= SIZES[index]):
                 count = select_single(
                     mass,
                     mass_group_stride,
@@ -246,69 +142,29 @@ def _select_kernel(
                     G,
                     EVERY,
                     BY_COUNT,
-                    SMALL,
+                    SIZES[index],
                     ALIGNED,
                 )
-        if MEDIUM:  # noqa: SIM102 - a condition of the compiler's
-            if (blocks_in_row > SMALL) & (blocks_in_row <= MEDIUM):
-                count = select_single(
-                    mass,
-                    mass_group_stride,
-                    goal.to(tl.int32),
-                    guess,
-                    blocks_in_row,
-                    sink,
-                    tail,
-                    lists,
-                    row_flags,
-                    G,
-                    EVERY,
-                    BY_COUNT,
-                    MEDIUM,
-                    ALIGNED,
-                )
-        if LARGE:  # noqa: SIM102 - a condition of the compiler's
-            if (blocks_in_row > MEDIUM) & (blocks_in_row <= LARGE):
-                count = select_single(
-                    mass,
-                    mass_group_stride,
-                    goal.to(tl.int32),
-                    guess,
-                    blocks_in_row,
-                    sink,
-                    tail,
-                    lists,
-                    row_flags,
-                    G,
-                    EVERY,
-                    BY_COUNT,
-                    LARGE,
-                    ALIGNED,
-                )
+            smaller = SIZES[index]
         if LONGER:  # noqa: SIM102 - a condition of the compiler's
-            if (blocks_in_row > SMALL) & (blocks_in_row > MEDIUM) & (blocks_in_row > LARGE):
-                valid = _select_chunked(
+            if blocks_in_row > smaller:
+                count = select_chunked(
                     mass,
                     mass_group_stride,
                     patterns,
-                    target,
                     goal,
+                    guess,
                     blocks_in_row,
                     sink,
                     tail,
+                    lists,
+                    row_flags,
+                    kept_mask is not None,
                     G,
                     EVERY,
                     BY_COUNT,
                     CHUNK,
                 )
-                for start in range(0, blocks_in_row, CHUNK):
-                    blocks = start + tl.arange(0, CHUNK)
-                    inside = blocks < blocks_in_row
-                    flagged = tl.load(patterns + blocks, mask=inside, other=0) < 0
-                    kept = inside & (flagged | (blocks < sink) | (blocks >= tail) | (valid == 0))
-                    count = _append(lists, count, kept, blocks)
-                    if kept_mask is not None:
-                        tl.store(row_mask + blocks, kept.to(tl.uint8), mask=inside)
     else:
         for start in range(0, blocks_in_row, CHUNK):
             blocks = start + tl.arange(0, CHUNK)
@@ -361,9 +217,7 @@ def launch_select(
     if batch == 0:
         return
     widest = max(128, triton.next_power_of_2(capacity))
-    # Three sizes, 0 for those that no row needs.
-    sizes = sorted({min(size, widest) for size in SINGLE_SIZES})
-    sizes += [0] * (3 - len(sizes))
+    sizes = tuple(sorted({min(size, widest) for size in SINGLE_SIZES}))
     masks = () if kept_mask is None else kept_mask.stride()[:2]
     aligned = all(stride % 16 == 0 for stride in (capacity, *log_mass.stride()[:3], *masks))
     head_dim = 1 if tap is None else tap.q.shape[2]
@@ -400,10 +254,8 @@ def launch_select(
         PAGE=page_size,
         BLOCK=block_size,
         CHUNK=CHUNK,
-        SMALL=sizes[0],
-        MEDIUM=sizes[1],
-        LARGE=sizes[2],
-        LONGER=capacity > max(sizes),
+        SIZES=sizes,
+        LONGER=capacity > max(sizes, default=0),
         ALIGNED=aligned,
         D=head_dim,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),
