@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from sglang_sparse import hook_targets  # noqa: E402
 from sglang_sparse import sglang_compat as compat  # noqa: E402
 
 # Patches are for a checkout of SGLang, which keeps the package in this folder.
@@ -49,7 +50,7 @@ STEPS = (
         "--sparse-decode and its options, where sglang_sparse is installed; the\nplugin then does nothing.",
         [
             target
-            for name, targets in compat.hook_targets().items()
+            for name, targets in hook_targets.by_group().items()
             for target in targets
             if name != "SCHEDULER_TARGETS"
         ],
@@ -57,7 +58,7 @@ STEPS = (
     (
         "Call sparse decode in the scheduler process",
         "It builds the decode backend, takes its memory out of the KV budget,\nreports, and allocates pages on a CPU.",
-        compat.SCHEDULER_TARGETS,
+        hook_targets.SCHEDULER_TARGETS,
     ),
 )
 # The same input gives the same bytes.

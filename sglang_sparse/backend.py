@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_sparse import sglang_compat
+from sglang_sparse import sglang_compat, support
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry, table_pages
 from sglang_sparse.observe.audit import CoverageAudit
@@ -33,9 +33,9 @@ class SparseDecodeBackend(AttentionBackend):
 
     def __init__(self, model_runner: ModelRunner, options: SparseDecodeOptions) -> None:
         super().__init__()
-        layers = sglang_compat.attention_layers(model_runner.model)
+        layers = support.attention_layers(model_runner.model)
         pool = model_runner.token_to_kv_pool
-        sglang_compat.check_pool(pool)
+        support.check_pool(pool)
         options.check_page_size(pool.page_size)
         options.check_layers(len(layers), layers[0].tp_k_head_num)
         geometry = Geometry(

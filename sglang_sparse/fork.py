@@ -1,7 +1,8 @@
 """Sparse decode in a patched SGLang, which calls it from its own functions instead of loading the plugin.
 
-The patches in `patches/` mark the functions that the plugin would hook with `sparse_decode_point`. `HookRegistry` and
-`HookType` stand in for SGLang's own there: `plugin` registers the same functions with them, and the points call these.
+The patches in `patches/` mark the functions that the plugin would hook with `sparse_decode_point`. `Points` and
+`PointKind` stand there for SGLang's registry of hooks, which only `plugin` uses: it registers the same functions with
+them, and the points call these.
 Imports nothing of SGLang, which imports this first.
 """
 
@@ -17,13 +18,13 @@ from typing import Any, ClassVar
 logger = logging.getLogger(__name__)
 
 
-class HookType(enum.Enum):
+class PointKind(enum.Enum):
     """The kinds of hooks that points can call."""
 
     AROUND = "around"
 
 
-class HookRegistry:
+class Points:
     """What the points of this process call, by target: the function's dotted path. Used as SGLang's registry is."""
 
     _points: ClassVar[set[str]] = set()
@@ -33,13 +34,13 @@ class HookRegistry:
     """Targets whose hook is in place."""
 
     @classmethod
-    def register(cls, target: str, hook: Callable, kind: HookType) -> None:
+    def register(cls, target: str, hook: Callable, kind: PointKind) -> None:
         """Makes the point at `target` call `hook(original, *args, **kwargs)`; there can be one.
 
         Raises:
             ValueError: if there is one already, or `kind` is not AROUND.
         """
-        if kind is not HookType.AROUND or target in cls._hooks:
+        if kind is not PointKind.AROUND or target in cls._hooks:
             raise ValueError(f"a patched SGLang has one AROUND hook at {target}, and no other")
         cls._hooks[target] = hook
 
@@ -63,7 +64,7 @@ def install() -> None:
     from sglang_sparse import plugin
 
     plugin.install()
-    HookRegistry.apply_hooks()
+    Points.apply_hooks()
 
 
 def sparse_decode_point(function: Callable) -> Callable:
@@ -74,8 +75,8 @@ def sparse_decode_point(function: Callable) -> Callable:
     def point(*args: Any, **kwargs: Any) -> Any:
         # Not at import: SGLang is half imported then, and the options may not be in the environment yet.
         install()
-        hook = HookRegistry._hooks.get(target)
+        hook = Points._hooks.get(target)
         return function(*args, **kwargs) if hook is None else hook(function, *args, **kwargs)
 
-    HookRegistry._points.add(target)
+    Points._points.add(target)
     return point

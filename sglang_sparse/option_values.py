@@ -15,6 +15,10 @@ class OptionsError(ValueError):
     """An option is wrong. The message is one line that names the flag or field and says what to do."""
 
 
+class UnsupportedError(OptionsError):
+    """Sparse decode does not work with what was asked for. One line: what, and what to use instead."""
+
+
 def flag(name: str) -> str:
     """The command-line flag of the option `name`."""
     return f"{FLAG}-{name.replace('_', '-')}"

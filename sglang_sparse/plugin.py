@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from sglang_sparse import option_sources
+from sglang_sparse import hook_targets, option_sources, support
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
 from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
@@ -24,7 +24,8 @@ from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeO
 if not compat.is_patched():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 else:
-    from sglang_sparse.fork import HookRegistry, HookType
+    from sglang_sparse.fork import PointKind as HookType
+    from sglang_sparse.fork import Points as HookRegistry
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
@@ -50,8 +51,8 @@ def register() -> None:
 def install() -> None:
     """Registers what this process needs: the flags, and sparse decode if the environment asks for it."""
     hook = HookRegistry.register
-    hook(compat.ADD_CLI_ARGS, _add_cli_args, HookType.AROUND)
-    hook(compat.FROM_CLI_ARGS, _from_cli_args, HookType.AROUND)
+    hook(hook_targets.ADD_CLI_ARGS, _add_cli_args, HookType.AROUND)
+    hook(hook_targets.FROM_CLI_ARGS, _from_cli_args, HookType.AROUND)
     try:
         options = SparseDecodeOptions.from_environment()
         if options is not None and not compat.decodes_nothing():
@@ -82,7 +83,7 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
-    _verify_hooks(compat.MAIN_TARGETS)
+    _verify_hooks(hook_targets.MAIN_TARGETS)
     prefix = "sparse_decode_"
     given = {key.removeprefix(prefix): kwargs.pop(key) for key in list(kwargs) if key.startswith(prefix)}
     options = option_sources.merge(given)
@@ -100,7 +101,7 @@ def engine_kwargs(**kwargs: Any) -> dict[str, Any]:
 
 def _add_cli_args(original: Callable, parser: argparse.ArgumentParser) -> Any:
     result = original(parser)
-    option_sources.add_flags(parser, on_enable=lambda: _verify_hooks(compat.MAIN_TARGETS))
+    option_sources.add_flags(parser, on_enable=lambda: _verify_hooks(hook_targets.MAIN_TARGETS))
     return result
 
 
@@ -125,15 +126,15 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
 def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[str, Any]:
     """Checks server arguments, of which those at their default do not count; returns what sparse decode sets."""
     compat.check_release(options.allow_untested_sglang)
-    compat.check_environment()
+    support.check_environment()
     defaults = compat.argument_defaults()
     given = {
         name: value
         for name, value in arguments.items()
         if value is not None and value != defaults.get(name) and not (value is False and defaults.get(name) is None)
     }
-    compat.check_arguments({name: value for name, value in given.items() if name in defaults})
-    _verify_targets(compat.SCHEDULER_TARGETS)
+    support.check_arguments({name: value for name, value in given.items() if name in defaults})
+    _verify_targets(hook_targets.SCHEDULER_TARGETS)
     page_size = given.get("page_size", options.page_size or DEFAULT_PAGE_SIZE)
     options.check_page_size(page_size)
     return {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
@@ -162,9 +163,9 @@ def _current_options() -> SparseDecodeOptions:
 def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     """Raises OptionsError if the model, or a layer that the options name, rules out sparse decode."""
     compat.resolve(server_args)
-    compat.check_resolved(server_args)
+    support.check_resolved(server_args)
     model_config = compat.model_config(server_args)
-    compat.check_model(model_config)
+    support.check_model(model_config)
     shape = compat.model_shape(model_config)
     options.check_shape(shape)
     options.check_layers(shape.layers, shape.kv_heads)
@@ -179,20 +180,20 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
     from sglang_sparse.cpu.paged_allocator import alloc_decode, alloc_extend
 
     compat.check_release(options.allow_untested_sglang)
-    _verify_targets(compat.SCHEDULER_TARGETS)
+    _verify_targets(hook_targets.SCHEDULER_TARGETS)
 
     def create_backend(model_runner: Any) -> SparseDecodeBackend:
         return _create_backend(model_runner, options)
 
     register_attention_backend(compat.BACKEND_NAME)(create_backend)
     hook = HookRegistry.register
-    hook(compat.BUILD_BACKEND, _build_backend, HookType.AROUND)
-    hook(compat.CREATE_POOL_CONFIGURATOR, _pool_configurator(options), HookType.AROUND)
-    hook(compat.INTERNAL_STATE, _internal_state, HookType.AROUND)
-    hook(compat.REPORT_DECODE, _report_decode, HookType.AROUND)
-    hook(compat.REPORT_IDLE, _report_idle, HookType.AROUND)
-    hook(compat.ALLOC_EXTEND, alloc_extend, HookType.AROUND)
-    hook(compat.ALLOC_DECODE, alloc_decode, HookType.AROUND)
+    hook(hook_targets.BUILD_BACKEND, _build_backend, HookType.AROUND)
+    hook(hook_targets.CREATE_POOL_CONFIGURATOR, _pool_configurator(options), HookType.AROUND)
+    hook(hook_targets.INTERNAL_STATE, _internal_state, HookType.AROUND)
+    hook(hook_targets.REPORT_DECODE, _report_decode, HookType.AROUND)
+    hook(hook_targets.REPORT_IDLE, _report_idle, HookType.AROUND)
+    hook(hook_targets.ALLOC_EXTEND, alloc_extend, HookType.AROUND)
+    hook(hook_targets.ALLOC_DECODE, alloc_decode, HookType.AROUND)
     for target, control_hook in scheduler_hooks(lambda: _backend).items():
         hook(target, control_hook, HookType.AROUND)
 
@@ -203,7 +204,7 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
     from sglang_sparse.observe.metrics import MetricsExporter
 
     try:
-        _verify_hooks(compat.SCHEDULER_TARGETS)
+        _verify_hooks(hook_targets.SCHEDULER_TARGETS)
         if not _memory_is_reserved:
             raise OptionsError(
                 "memory for page summaries was not reserved: another plugin replaces SGLang's pool sizing"
@@ -223,7 +224,7 @@ def _build_backend(original: Callable, *args: Any, model_runner: Any, backend_st
     # SGLang builds the decode backend first, then the prefill backend.
     if _backend is not None and backend is not _backend:
         try:
-            compat.check_prefill_backend(backend_str)
+            support.check_prefill_backend(backend_str)
         except OptionsError as error:
             _stop(error)
         _backend.attach_prefill(backend)

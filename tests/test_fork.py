@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_sparse import fork, plugin
-from sglang_sparse.fork import HookRegistry, HookType
+from sglang_sparse.fork import PointKind, Points
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def empty_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Nothing registered; yields how often the plugin was installed."""
     installed: list[int] = []
     for name, empty in (("_points", set()), ("_hooks", {}), ("_patched", set())):
-        monkeypatch.setattr(HookRegistry, name, empty)
+        monkeypatch.setattr(Points, name, empty)
     monkeypatch.setattr(plugin, "install", lambda: installed.append(1))
     fork.install.cache_clear()
     yield installed
@@ -48,7 +48,7 @@ def test_a_point_calls_the_function_until_a_hook_is_registered(empty_registry: l
     point = fork.sparse_decode_point(double)
     assert not empty_registry, "installed at import"
     assert (point(2), point.__doc__, point.__wrapped__) == (4, "Twice the value.", double)
-    HookRegistry.register(TARGET, lambda original, value: original(value) + 1, HookType.AROUND)
+    Points.register(TARGET, lambda original, value: original(value) + 1, PointKind.AROUND)
     assert point(value=2) == 5
     assert empty_registry == [1]
 
@@ -56,7 +56,7 @@ def test_a_point_calls_the_function_until_a_hook_is_registered(empty_registry: l
 def test_points_in_classes() -> None:
     for name in ("of_class", "static"):
         target = f"{__name__}.Holder.{name}"
-        HookRegistry.register(target, lambda original, *args: (original(*args), "hooked"), HookType.AROUND)
+        Points.register(target, lambda original, *args: (original(*args), "hooked"), PointKind.AROUND)
     assert Holder.of_class(1) == ((Holder, 1), "hooked")
     assert Holder.static(1) == (1, "hooked")
 
@@ -65,19 +65,19 @@ def test_only_hooks_with_a_point_are_in_place(caplog: pytest.LogCaptureFixture) 
     fork.sparse_decode_point(double)
     missing = "sglang_sparse.no_such_module.function"
     for target in (TARGET, "sglang_sparse.fork.install", missing):
-        HookRegistry.register(target, lambda original: None, HookType.AROUND)
-    HookRegistry.apply_hooks()
-    assert HookRegistry._patched == {TARGET}
+        Points.register(target, lambda original: None, PointKind.AROUND)
+    Points.apply_hooks()
+    assert Points._patched == {TARGET}
     assert "SGLang's sglang_sparse.fork.install is not marked" in caplog.text
     assert f"SGLang has no {missing}" in caplog.text
 
 
 def test_one_hook_a_point() -> None:
-    HookRegistry.register(TARGET, lambda original: None, HookType.AROUND)
+    Points.register(TARGET, lambda original: None, PointKind.AROUND)
     with pytest.raises(ValueError, match=TARGET):
-        HookRegistry.register(TARGET, lambda original: None, HookType.AROUND)
+        Points.register(TARGET, lambda original: None, PointKind.AROUND)
     with pytest.raises(ValueError, match="AROUND"):
-        HookRegistry.register("other.target", lambda original: None, object())  # type: ignore[arg-type]
+        Points.register("other.target", lambda original: None, object())  # type: ignore[arg-type]
 
 
 def test_the_plugin_installs_nothing_in_a_patched_sglang(

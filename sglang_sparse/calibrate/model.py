@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_sparse.calibrate.errors import CalibrationError
-from sglang_sparse.sglang_compat import HEAD_DIMS, MAX_GROUP_SIZE, TESTED_ARCHITECTURES
+from sglang_sparse.support import HEAD_DIMS, MAX_GROUP_SIZE, TESTED_ARCHITECTURES
 
 ARCHITECTURES = (*TESTED_ARCHITECTURES, "GemmaForCausalLM")
 """What the harness runs: what the server does, and Gemma, whose attention is alike."""

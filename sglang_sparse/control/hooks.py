@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_sparse import hook_targets
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control import answers, request
 from sglang_sparse.control.accounting import StepCounts, publish
@@ -39,9 +40,9 @@ def tokenizer_hooks(options_of: Callable[[], SparseDecodeOptions]) -> dict[str, 
         return tokenized
 
     return {
-        compat.INIT_COMMUNICATORS: init_communicators,
-        compat.CREATE_TOKENIZED: create_tokenized,
-        compat.GENERATE_REQUEST: answers.generate,
+        hook_targets.INIT_COMMUNICATORS: init_communicators,
+        hook_targets.CREATE_TOKENIZED: create_tokenized,
+        hook_targets.GENERATE_REQUEST: answers.generate,
     }
 
 
@@ -57,10 +58,10 @@ def http_hooks(options_of: Callable[[], SparseDecodeOptions]) -> dict[str, Calla
         return original(server_args, tokenizer_manager, *args, **kwargs)
 
     return {
-        compat.RUN_HTTP_SERVER: run_http_server,
-        compat.CHAT_STREAM: answers.stream,
-        compat.COMPLETION_STREAM: answers.stream,
-        compat.COMPLETION_ANSWER: answers.complete,
+        hook_targets.RUN_HTTP_SERVER: run_http_server,
+        hook_targets.CHAT_STREAM: answers.stream,
+        hook_targets.COMPLETION_STREAM: answers.stream,
+        hook_targets.COMPLETION_ANSWER: answers.complete,
     }
 
 
@@ -108,8 +109,8 @@ def scheduler_hooks(backend_of: Callable[[], SparseDecodeBackend | None]) -> dic
         return result
 
     return {
-        compat.INIT_DISPATCHER: init_dispatcher,
-        compat.RUN_BATCH: run_batch,
-        compat.PROCESS_DECODE: process_decode,
-        compat.COLLECT_INFO: collect_info,
+        hook_targets.INIT_DISPATCHER: init_dispatcher,
+        hook_targets.RUN_BATCH: run_batch,
+        hook_targets.PROCESS_DECODE: process_decode,
+        hook_targets.COLLECT_INFO: collect_info,
     }

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from sglang_sparse import sglang_compat as compat
+from sglang_sparse import hook_targets
 from sglang_sparse.patches import __main__ as command
 from sglang_sparse.patches.tree import Tree
 
 POINTS = "sglang/srt/sparse_decode_points.py"
-TARGETS = {target for targets in compat.hook_targets().values() for target in targets}
+TARGETS = {target for targets in hook_targets.by_group().values() for target in targets}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from random_model import write_random_model
 
-from sglang_sparse.sglang_compat import TESTED_ARCHITECTURES
+from sglang_sparse.support import TESTED_ARCHITECTURES
 
 pytestmark = pytest.mark.server
 

@@ -95,10 +95,10 @@ def test_the_plugin_does_nothing_in_a_patched_tree_and_says_so(patched: Path) ->
         "load_plugins()\n"
         "from sglang.srt.plugins.hook_registry import HookRegistry as registry\n"
         "print(dict(registry._hooks), registry._patched)\n"
-        "from sglang_sparse import fork, sglang_compat as compat\n"
-        "targets = {target for targets in compat.hook_targets().values() for target in targets}\n"
+        "from sglang_sparse import fork, hook_targets\n"
+        "targets = {target for targets in hook_targets.by_group().values() for target in targets}\n"
         "[pkgutil.resolve_name(target.rpartition('.')[0]) for target in targets]\n"
-        "print(fork.HookRegistry._points == targets)",
+        "print(fork.Points._points == targets)",
     )
     assert done.stdout.splitlines()[-2:] == ["{} set()", "True"], done.stderr
     assert "The plugin sparse_decode does nothing: this SGLang is patched for sparse decode." in done.stderr
@@ -125,8 +125,8 @@ def test_flags_engine_and_refusals_of_a_patched_tree(patched: Path, random_llama
 
 def test_a_point_without_a_hook_stops_the_server(patched: Path) -> None:
     code = (
-        "from sglang_sparse import sglang_compat as compat\n"
-        "compat.MAIN_TARGETS += ('sglang.srt.server_args.prepare_server_args',)\n"
+        "from sglang_sparse import hook_targets\n"
+        "hook_targets.MAIN_TARGETS += ('sglang.srt.server_args.prepare_server_args',)\n"
         "from sglang.srt.server_args import prepare_server_args\n"
         "prepare_server_args(['--model-path', 'x', '--sparse-decode'])"
     )
