@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from registry import skip_if_unreachable
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ROOT / "build" / "wheels"
@@ -52,7 +53,8 @@ def wheel(release: str) -> Path:
         done = subprocess.run([*command, "--dest", str(WHEELS)], capture_output=True, text=True, check=False)
         found = sorted(WHEELS.glob(f"sglang-{release}-*.whl"))
         if not found:
-            pytest.skip(f"no wheel of SGLang {release}: {done.stderr.strip()[-300:]}")
+            skip_if_unreachable(done.stdout + done.stderr)
+            pytest.fail(f"pip has no wheel of SGLang {release}: {done.stderr.strip()[-300:]}")
     return found[-1]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from monitoring import ROOT
+from registry import skip_if_unreachable
 
 sys.path.insert(0, str(ROOT / "docker"))
 
@@ -26,11 +27,6 @@ def install(*arguments: str | Path, **variables: str | Path) -> subprocess.Compl
     environment = inherited | {"PYTHON": sys.executable} | {name: str(value) for name, value in variables.items()}
     command = [str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-def skip_without_registry(result: subprocess.CompletedProcess[str]) -> None:
-    if re.search("NewConnectionError|Max retries exceeded|Could not find a version", result.stdout + result.stderr):
-        pytest.skip("no package registry can be reached")
 
 
 def entries() -> list[str]:
@@ -67,7 +63,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = folder / "small.lock"
     small.write_text("\n".join(entry for entry in entries() if entry.startswith("setuptools==")) + "\n")
     made = install("packages", folder / "venv", LOCK=small)
-    skip_without_registry(made)
+    skip_if_unreachable(made.stdout + made.stderr)
     assert made.returncode == 0, made.stderr
     made = install("project", folder / "venv")
     assert made.returncode == 0, made.stderr
@@ -92,7 +88,7 @@ def test_a_hash_that_differs_leaves_no_environment(tmp_path: Path) -> None:
     lock = tmp_path / "wrong.lock"
     lock.write_text(f"setuptools=={PINNED['setuptools']} --hash=sha256:{'0' * 64}\n")
     result = install("packages", tmp_path / "venv", LOCK=lock)
-    skip_without_registry(result)
+    skip_if_unreachable(result.stdout + result.stderr)
     assert result.returncode != 0
     assert "DO NOT MATCH THE HASHES" in result.stderr
     assert not (tmp_path / "venv").exists()
