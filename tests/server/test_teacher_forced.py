@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.server, pytest.mark.gpu]
 TOKENS = 24
 MARGIN = 0.5
 SPARSE = ("--sparse-decode", "--sparse-decode-min-context", "512", "--sparse-decode-rule", "all")
-COMMON = ("--disable-prefill-cuda-graph", "--cuda-graph-bs-decode", "1", "2", "4")
+COMMON = ("--cuda-graph-bs-decode", "1", "2", "4")
 
 
 def second_token(server: harness.Server, prompt: list[int]) -> tuple[int, int, float]:
