@@ -7,6 +7,7 @@ import triton.language as tl
 from . import _score_tile as score_tile
 from . import _work_split as work_split
 from ._checks import check_block_mass
+from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import planned_programs, use_triton
 from ._reference import rows_to_score, token_log_mass
 
@@ -59,6 +60,7 @@ def _block_mass_exact_kernel(
     STAGES: tl.constexpr,
 ):
     unit, end = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
+    wait_for_previous()
     TILES: tl.constexpr = PAGE // T
     while unit < end:
         b, before = work_split.find_request(unit, seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
@@ -121,6 +123,7 @@ def _block_mass_exact_triton(
         REQUESTS=score_tile.REQUESTS,
         STAGES=2,
         num_warps=4,
+        **dependent_launch(q),
     )
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from . import _score_tile as score_tile
 from . import _work_split as work_split
 from ._checks import check_block_mass, check_choice, check_contiguous, check_dtype, check_shape
+from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import planned_programs, use_triton
 from ._reference import rows_to_score, write_open_page
 from .block_statistics import KINDS, STATISTICS_OF_KIND
@@ -87,6 +88,7 @@ def _block_mass_statistics_kernel(
     STAGES: tl.constexpr,
 ):
     unit, end = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, TILE_PAGES, REQUESTS)
+    wait_for_previous()
     BLOCKS: tl.constexpr = PAGE // BLOCK
     TILE_BLOCKS: tl.constexpr = TILE_PAGES * BLOCKS
     scale = scale_log2 * score_tile.LN_2
@@ -192,6 +194,7 @@ def _block_mass_statistics_triton(
         REQUESTS=score_tile.REQUESTS,
         STAGES=2,
         num_warps=4,
+        **dependent_launch(q),
     )
 
 

@@ -8,6 +8,7 @@ from . import _bfloat16_bits as bfloat16_bits
 from . import _score_tile as score_tile
 from . import _work_split as work_split
 from ._checks import check_block_mass, check_choice
+from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import INTERPRETED, planned_programs, use_triton
 from ._reference import block_logsumexp, rows_to_score, write_open_page
 from .thumbnail import BITS, check_thumbnails, unpack_codes
@@ -172,6 +173,7 @@ def _block_mass_thumbnail_kernel(
     STAGES: tl.constexpr,
 ):
     unit, end = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
+    wait_for_previous()
     # Codes of four bits are read as words of 16 bits where that saves unpacking, others as bytes: `_levels`.
     WORDS: tl.constexpr = BITS == 4 and HALF
     SUBS: tl.constexpr = 2 if BITS == 4 and not HALF else 4
@@ -326,6 +328,7 @@ def _block_mass_thumbnail_triton(
         STAGES=3,
         num_warps=warps,
         maxnreg=_REGISTERS if half else None,
+        **dependent_launch(q),
     )
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from . import _attention_plan as plan
 from ._attention_plan import AttentionWorkspace
 from ._checks import KV_DTYPES, check_contiguous, check_dtype, check_inner_contiguous, check_rows, check_shape
+from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import use_triton
 
 __all__ = ["combine", "combine_reference"]
@@ -128,6 +129,7 @@ def _combine_kernel(
     PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    wait_for_previous()
     row = tl.program_id(0)
     g = tl.program_id(1) % GROUP
     channels = (tl.program_id(1) // GROUP) * CHANNELS + tl.arange(0, CHANNELS)
@@ -265,4 +267,5 @@ def combine(
         PARTS=PARTS,
         CHANNELS=channels,
         num_warps=4,
+        **dependent_launch(out),
     )

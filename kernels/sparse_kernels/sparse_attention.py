@@ -9,6 +9,7 @@ import triton.language as tl
 from . import _attention_plan as plan
 from . import attention_tail
 from ._attention_plan import AttentionWorkspace, check_attention
+from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import use_triton
 from .attention_tail import AttentionTail, add_tail_reference
 from .combine import LN_2, LOG2_E, combine
@@ -162,6 +163,7 @@ def _sparse_attention_kernel(
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    wait_for_previous()
     program = tl.program_id(0)
     cursor, end, row, before = plan.program_share(
         program,
@@ -412,6 +414,7 @@ def sparse_attention(
         ROWS=plan.PLAN_ROWS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **dependent_launch(q),
     )
     combine(
         workspace,
