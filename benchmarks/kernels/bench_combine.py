@@ -1,4 +1,4 @@
-"""Combine of the parts that the attention grid leaves, all units of all blocks.
+"""Combine of the parts that the attention grid leaves, all tiles of all blocks.
 
 Bytes: the parts of shared rows and the output. The parts are in the L2 cache, as right after the attention kernel.
 """
@@ -16,12 +16,12 @@ from sparse_kernels.combine import combine, combine_reference
 from .common import Measurement, Suite, check_close, time_in_turn
 
 
-def parts_of_shared_rows(units: list[int], num_programs: int) -> int:
+def parts_of_shared_rows(tiles: list[int], num_programs: int) -> int:
     """Parts that the attention kernel writes: programs of each row that more than one program works on."""
-    total = sum(units)
+    total = sum(tiles)
     working = min(num_programs, total)
     parts = before = 0
-    for n in units:
+    for n in tiles:
         if n:
             first, last = ((t * working - 1) // total for t in (before + 1, before + n))
             parts += last - first + 1 if last > first else 0
@@ -35,18 +35,18 @@ def run(suite: Suite) -> Iterator[Measurement]:
     workspace.partial_out.normal_()
     workspace.partial_max.normal_()
     workspace.partial_sum.uniform_(1.0, 50.0)
-    unit = plan.unit_tokens(suite.block_size)
+    tile = plan.tile_config(suite.head_dim, suite.dtype).tile
     for size, context in suite.cases():
         batch = suite.batch(size, context)
         # Rows inside one program are not written, so the outputs must agree there from the start.
         out = torch.zeros_like(batch.q)
         expected = torch.zeros_like(batch.q)
-        arguments = {"block_size": suite.block_size, "unit": unit}
+        arguments = {"block_size": suite.block_size, "tile": tile}
         call = partial(combine, workspace, batch.seq_lens, None, **arguments, out=out)
         call()
         combine_reference(workspace, batch.seq_lens, None, **arguments, out=expected)
         check_close(f"combine B={size} context={context}", out, expected, 1e-2)
-        units = plan.units_per_row(batch.seq_lens, None, suite.num_kv_heads, block_size=suite.block_size, unit=unit)
-        parts = parts_of_shared_rows(units, workspace.num_programs)
+        tiles = plan.tiles_per_row(batch.seq_lens, None, suite.num_kv_heads, block_size=suite.block_size, tile=tile)
+        parts = parts_of_shared_rows(tiles, workspace.num_programs)
         moved = parts * suite.group_size * (suite.head_dim + 2) * 4 + out.nbytes
         yield Measurement("combine", f"{parts} parts", size, context, None, time_in_turn([call]), moved)

@@ -1,16 +1,13 @@
 """How sparse attention shares its work, and the buffers in which programs leave the parts of shared rows.
 
-The work is a sequence of units: row after row ((request, KV head) pairs in row-major order), each row cut into units of
-`unit` listed tokens, the last unit of a row possibly short. With `T` units and `n = min(num_programs, T)`, program
-`i < n` takes units `[i * T // n, (i + 1) * T // n)`: equal shares up to one unit, none empty. Unit `t` therefore
+The work is a sequence of tiles: row after row ((request, KV head) pairs in row-major order), each row cut into tiles of
+`tile` listed tokens, the last tile of a row possibly short. With `T` tiles and `n = min(num_programs, T)`, program
+`i < n` takes tiles `[i * T // n, (i + 1) * T // n)`: equal shares up to one tile, none empty. Tile `t` therefore
 belongs to program `((t + 1) * n - 1) // T`. All kernels recompute this from the counts on the device, so no host
 plan exists that could go stale in a CUDA graph.
 
-Units are smaller than the tiles in which a program reads its share: a share of five tiles and a bit costs that bit, not
-a sixth tile.
-
-A row that leaves blocks out and has a tail has units of its tail behind those of its listed tokens: one for each
-`TAIL_UNIT` tokens of its closed pages. They move about as many bytes as the others.
+A row that leaves blocks out and has a tail has tiles of its tail behind those of its listed tokens: one for each
+`TAIL_TILE` tokens of its closed pages.
 """
 
 from __future__ import annotations
@@ -34,9 +31,6 @@ from ._checks import (
 
 PLAN_ROWS = 512
 """Rows whose counts a program loads at once while it looks for its share."""
-
-UNIT_TOKENS = 32
-"""Listed tokens of a unit where blocks are not larger."""
 
 PROGRAMS_PER_SM = 2
 """Default grid: two programs a multiprocessor, so that one loads while the other waits at a row border."""
@@ -111,16 +105,11 @@ class TileConfig:
     num_stages: int
 
 
-def unit_tokens(block_size: int) -> int:
-    """Listed tokens of a unit. Never less than a block, so that only a row's last unit may lack readable tokens."""
-    return max(UNIT_TOKENS, block_size)
-
-
 def tile_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
     """The tile for a head dimension and KV dtype.
 
     Two programs of 16-bit KV fit a multiprocessor's shared memory, with at least 64 KiB of KV in flight in each
-    multiprocessor.
+    multiprocessor. A tile is never smaller than the largest block, so that every tile of a row holds a readable token.
     """
     if dtype.itemsize == 4:
         return TileConfig(tile=64, num_warps=8, num_stages=2 if head_dim <= 128 else 1)
@@ -131,15 +120,15 @@ def tile_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(tile=64, num_warps=8, num_stages=2)
 
 
-def units_per_row(
+def tiles_per_row(
     seq_lens: torch.Tensor,
     block_counts: torch.Tensor | None,
     num_kv_heads: int,
     *,
     block_size: int,
-    unit: int,
+    tile: int,
     page_size: int = 1,
-    tail_unit: int = 0,
+    tail_tile: int = 0,
 ) -> list[int]:
     """The plan's rows as the kernels see them, computed on the host: for references, tests and benchmarks."""
     lengths = seq_lens.clamp(min=0)[:, None]
@@ -147,11 +136,11 @@ def units_per_row(
     tail = torch.zeros_like(blocks)
     if block_counts is not None:
         kept = torch.minimum(blocks, block_counts.clamp(min=0))
-        if tail_unit:
+        if tail_tile:
             closed = lengths // page_size * page_size
-            tail = torch.where(kept < blocks, -(-closed // tail_unit), 0)
+            tail = torch.where(kept < blocks, -(-closed // tail_tile), 0)
         blocks = kept
-    return (-(-blocks * block_size // unit) + tail).flatten().tolist()
+    return (-(-blocks * block_size // tile) + tail).flatten().tolist()
 
 
 def check_attention(
@@ -212,7 +201,7 @@ def check_attention(
 
 
 @triton.jit
-def row_units(
+def row_tiles(
     rows,
     num_rows,
     num_kv_heads,
@@ -220,11 +209,11 @@ def row_units(
     counts_ptr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TAIL_UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
 ):
-    """Listed blocks of each row, units of them, and units of the row's tail; all 0 beyond `num_rows`.
+    """Listed blocks of each row, tiles of them, and tiles of the row's tail; all 0 beyond `num_rows`.
 
     A count never exceeds the request's blocks, so that a count left over from an earlier request of a now empty row is
     harmless.
@@ -232,14 +221,14 @@ def row_units(
     inside = rows < num_rows
     seq_lens = tl.maximum(tl.load(seq_lens_ptr + rows // num_kv_heads, mask=inside, other=0), 0)
     blocks = (seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
-    tail_units = tl.zeros_like(blocks)
+    tail_tiles = tl.zeros_like(blocks)
     if HAS_LISTS:
         kept = tl.minimum(blocks, tl.maximum(tl.load(counts_ptr + rows, mask=inside, other=0), 0))
-        if TAIL_UNIT:
+        if TAIL_TILE:
             closed = seq_lens // PAGE_SIZE * PAGE_SIZE
-            tail_units = tl.where(kept < blocks, (closed + TAIL_UNIT - 1) // TAIL_UNIT, 0)
+            tail_tiles = tl.where(kept < blocks, (closed + TAIL_TILE - 1) // TAIL_TILE, 0)
         blocks = kept
-    return blocks, (blocks * BLOCK_SIZE + UNIT - 1) // UNIT, tail_units
+    return blocks, (blocks * BLOCK_SIZE + TILE - 1) // TILE, tail_tiles
 
 
 @triton.jit
@@ -252,19 +241,19 @@ def program_share(
     counts_ptr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TAIL_UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """First and end unit of a program's share, the row that holds the first, and the units before that row."""
+    """First and end tile of a program's share, the row that holds the first, and the tiles before that row."""
     total = tl.zeros((), tl.int32)
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        _, units, tail_units = row_units(
-            rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, UNIT, TAIL_UNIT, HAS_LISTS
+        _, tiles, tail_tiles = row_tiles(
+            rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, TILE, TAIL_TILE, HAS_LISTS
         )
-        total += tl.sum(units + tail_units)
+        total += tl.sum(tiles + tail_tiles)
     working = tl.minimum(num_programs, total)
     begin = tl.zeros((), tl.int32)
     end = tl.zeros((), tl.int32)
@@ -277,16 +266,16 @@ def program_share(
     seen = tl.zeros((), tl.int32)
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        _, units, tail_units = row_units(
-            rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, UNIT, TAIL_UNIT, HAS_LISTS
+        _, tiles, tail_tiles = row_tiles(
+            rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, TILE, TAIL_TILE, HAS_LISTS
         )
-        units += tail_units
-        ends = seen + tl.cumsum(units, 0)
+        tiles += tail_tiles
+        ends = seen + tl.cumsum(tiles, 0)
         # Tiles do not decrease, so the rows that end at or before `begin` are the first ones.
         passed = (ends <= begin) & (rows < num_rows)
         row += tl.sum(passed.to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
-        seen += tl.sum(units)
+        seen += tl.sum(tiles)
     return begin, end, row, before
 
 
@@ -300,25 +289,25 @@ def row_parts(
     counts_ptr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TAIL_UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Tiles of a row, and the first and last program that work on it; meaningless programs if it has no units."""
+    """Tiles of a row, and the first and last program that work on it; meaningless programs if it has no tiles."""
     before = tl.zeros((), tl.int32)
     own = tl.zeros((), tl.int32)
     total = tl.zeros((), tl.int32)
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        _, units, tail_units = row_units(
-            rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, UNIT, TAIL_UNIT, HAS_LISTS
+        _, tiles, tail_tiles = row_tiles(
+            rows, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, TILE, TAIL_TILE, HAS_LISTS
         )
-        units += tail_units
-        total += tl.sum(units)
-        before += tl.sum(tl.where(rows < row, units, 0))
-        own += tl.sum(tl.where(rows == row, units, 0))
-    # The owner of unit t is ((t + 1) * working - 1) // total; an empty batch has total 0.
+        tiles += tail_tiles
+        total += tl.sum(tiles)
+        before += tl.sum(tl.where(rows < row, tiles, 0))
+        own += tl.sum(tl.where(rows == row, tiles, 0))
+    # The owner of tile t is ((t + 1) * working - 1) // total; an empty batch has total 0.
     working = tl.minimum(num_programs, total).to(tl.int64)
     divisor = tl.maximum(total, 1)
     first_owner = (((before + 1) * working - 1) // divisor).to(tl.int32)

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from . import _threshold_search as threshold_search
-from ._dependent_launch import dependent_launch, wait_for_previous
 from ._select_chunked import select_chunked
 from ._select_single import select_single
 from .selection_tap import TapPoint
@@ -105,7 +104,6 @@ def _select_kernel(
     length = tl.load(seq_lens + b)
     blocks_in_row = tl.cdiv(length, BLOCK)
     target = tl.load(targets + b * targets_batch_stride + h * targets_head_stride)
-    wait_for_previous()
     lists = block_lists + row * lists_batch_stride + h * lists_head_stride
     mass = log_mass + row * mass_batch_stride + h * mass_head_stride
     patterns = scratch + row * scratch_batch_stride + h * scratch_head_stride
@@ -261,6 +259,5 @@ def launch_select(
         ALIGNED=aligned,
         D=head_dim,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),
-        num_warps=min(8, max(1, widest // 256)),
-        **dependent_launch(log_mass),
+        num_warps=min(16, max(1, widest // 256)),
     )

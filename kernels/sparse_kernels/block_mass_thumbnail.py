@@ -8,14 +8,13 @@ from . import _bfloat16_bits as bfloat16_bits
 from . import _score_tile as score_tile
 from . import _work_split as work_split
 from ._checks import check_block_mass, check_choice
-from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import INTERPRETED, planned_programs, use_triton
 from ._reference import block_logsumexp, rows_to_score, write_open_page
 from .thumbnail import BITS, check_thumbnails, unpack_codes
 
-_WARPS_PER_MULTIPROCESSOR = 16
-_REGISTERS = 128
-"""Registers of a thread that let this many warps run on a multiprocessor."""
+_OCCUPANCY = {1: (16, 128), 2: (12, 168)}
+"""By pages of a tile: warps that run on a multiprocessor, and the registers of a thread that let them. More warps with
+fewer registers, which then are spilled inside the loop, take up to a third longer."""
 
 
 def block_mass_thumbnail_reference(
@@ -237,8 +236,7 @@ def _block_mass_thumbnail_kernel(
     REQUESTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    unit, end = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, PAIR, REQUESTS)
-    wait_for_previous()
+    unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, PAIR, REQUESTS)
     # Codes of four bits are read as words of 16 bits where that saves unpacking, others as bytes: `_levels`.
     WORDS: tl.constexpr = BITS == 4 and HALF
     SUBS: tl.constexpr = 2 if BITS == 4 and not HALF else 4
@@ -260,11 +258,10 @@ def _block_mass_thumbnail_kernel(
     # Column c of a product belongs to head c // PAIR and to page c % PAIR of a tile.
     pairs = tl.arange(0, GROUP * PAIR)[None, :]
     while unit < end:
-        b, before = work_split.find_request(unit, seq_lens, batch, kv_heads, min_context, PAGE, PAIR, REQUESTS)
+        b, before = work_split.find_request(unit, seq_lens, batch, min_context, PAGE, PAIR, REQUESTS)
         length = tl.load(seq_lens + b)
         units = work_split.row_units(length, min_context, PAGE, PAIR)
-        h = (unit - before) // units
-        first = (unit - before) % units
+        first = unit - before
         last = tl.minimum(units, first + end - unit)
         closed = length // PAGE
         closed_tiles = tl.cdiv(closed, PAIR)
@@ -356,8 +353,10 @@ def _block_mass_thumbnail_triton(
     # tiles: they would have to meet at barriers for every page.
     warps = min(8, max(1, page_size * triton.next_power_of_2(head_dim) * group // (8192 * 4)) * (1 if half else 4))
     # Tensor cores multiply with eight columns at a time: with four heads, those of two pages.
-    pair = 2 if group == 4 else 1
-    programs = planned_programs(q, max(2, _WARPS_PER_MULTIPROCESSOR // warps))
+    # One request alone is shared out in single pages: with pairs, some programs would have a sixth more than others.
+    pair = 2 if group == 4 and batch > 1 else 1
+    warps_per_multiprocessor, registers = _OCCUPANCY[pair]
+    programs = planned_programs(q, max(2, warps_per_multiprocessor // warps), kv_heads)
     _block_mass_thumbnail_kernel[(programs,)](
         q,
         k_pool,
@@ -392,8 +391,7 @@ def _block_mass_thumbnail_triton(
         REQUESTS=score_tile.REQUESTS,
         STAGES=3,
         num_warps=warps,
-        maxnreg=_REGISTERS if half else None,
-        **dependent_launch(q),
+        maxnreg=registers if half else None,
     )
 
 

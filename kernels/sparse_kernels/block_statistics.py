@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from ._checks import check_choice, check_contiguous, check_dtype, check_pool, check_rows, check_shape, check_sizes
-from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import use_triton
 
 KINDS = ("mean", "mean-variance", "minmax")
@@ -46,7 +45,6 @@ def _block_statistics_kernel(
     BLOCK: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    wait_for_previous()
     page = tl.load(pages + tl.program_id(0)).to(tl.int64)
     h = tl.program_id(1)
     BLOCKS: tl.constexpr = PAGE // BLOCK
@@ -92,7 +90,6 @@ def _block_statistics_triton(
         BLOCK=block_size,
         CHANNELS=64,
         num_warps=4,
-        **dependent_launch(k_pool),
     )
 
 

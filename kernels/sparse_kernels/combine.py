@@ -9,7 +9,6 @@ import triton.language as tl
 from . import _attention_plan as plan
 from ._attention_plan import AttentionWorkspace
 from ._checks import KV_DTYPES, check_contiguous, check_dtype, check_inner_contiguous, check_rows, check_shape
-from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import use_triton
 
 __all__ = ["combine", "combine_reference"]
@@ -27,9 +26,9 @@ def combine_reference(
     block_counts: torch.Tensor | None,
     *,
     block_size: int,
-    unit: int,
+    tile: int,
     page_size: int = 1,
-    tail_unit: int = 0,
+    tail_tile: int = 0,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
 ) -> None:
@@ -38,22 +37,22 @@ def combine_reference(
     group = workspace.partial_max.shape[1]
     num_kv_heads = num_q_heads // group
     counts = None if block_counts is None else block_counts[:batch]
-    sizes = {"block_size": block_size, "unit": unit, "page_size": page_size, "tail_unit": tail_unit}
-    units = plan.units_per_row(seq_lens[:batch], counts, num_kv_heads, **sizes)
-    total = sum(units)
+    sizes = {"block_size": block_size, "tile": tile, "page_size": page_size, "tail_tile": tail_tile}
+    tiles = plan.tiles_per_row(seq_lens[:batch], counts, num_kv_heads, **sizes)
+    total = sum(tiles)
     working = min(workspace.num_programs, total)
     before = 0
-    for row, row_units in enumerate(units):
+    for row, row_tiles in enumerate(tiles):
         b, h = divmod(row, num_kv_heads)
         target = out[b, h * group : (h + 1) * group]
-        if row_units == 0:
+        if row_tiles == 0:
             target.zero_()
             if lse is not None:
                 lse[b, h * group : (h + 1) * group] = float("-inf")
             continue
         first = ((before + 1) * working - 1) // total
-        last = ((before + row_units) * working - 1) // total
-        before += row_units
+        last = ((before + row_tiles) * working - 1) // total
+        before += row_tiles
         if first == last:
             continue
         slots = [2 * first + 1] + [2 * program for program in range(first + 1, last + 1)]
@@ -122,19 +121,18 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TAIL_UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    wait_for_previous()
     row = tl.program_id(0)
     g = tl.program_id(1) % GROUP
     channels = (tl.program_id(1) // GROUP) * CHANNELS + tl.arange(0, CHANNELS)
     in_head = channels < HEAD_DIM
-    units, first, last = plan.row_parts(
+    tiles, first, last = plan.row_parts(
         row,
         num_rows,
         num_programs,
@@ -143,15 +141,15 @@ def _combine_kernel(
         counts_ptr,
         BLOCK_SIZE,
         PAGE_SIZE,
-        UNIT,
-        TAIL_UNIT,
+        TILE,
+        TAIL_TILE,
         HAS_LISTS,
         ROWS,
     )
-    shared = (units > 0) & (first < last)
+    shared = (tiles > 0) & (first < last)
 
     # Rows inside one program are in `out` already.
-    if shared | (units == 0):
+    if shared | (tiles == 0):
         highest, weight_sum, acc = add_parts(
             tl.full((), float("-inf"), tl.float32),
             tl.zeros((), tl.float32),
@@ -187,9 +185,9 @@ def combine(
     block_counts: torch.Tensor | None,
     *,
     block_size: int,
-    unit: int,
+    tile: int,
     page_size: int = 1,
-    tail_unit: int = 0,
+    tail_tile: int = 0,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     impl: str = "auto",
@@ -205,9 +203,9 @@ def combine(
         seq_lens: `[>=B]` int32; 0 marks an empty request.
         block_counts: `[>=B, Hkv]` int32, contiguous; None if all blocks were attended to.
         block_size: tokens of a block.
-        unit: listed tokens of a unit, `_attention_plan.unit_tokens`.
+        tile: listed tokens of a tile, `tile_config(...).tile`.
         page_size: tokens of a page; matters if there is a tail.
-        tail_unit: tokens that a unit of the tail stands for; 0 if there is no tail.
+        tail_tile: tokens that a tile of the tail stands for; 0 if there is no tail.
         out: `[B, Hq, D]`, fp16, bf16 or fp32, last dimension contiguous.
         lse: `[B, Hq]` fp32, contiguous; gets the log-sum-exp (natural) of the scores of the same rows, tail included,
             -inf for empty ones; optional.
@@ -237,7 +235,7 @@ def combine(
         check_dtype("lse", lse, torch.float32)
         check_contiguous("lse", lse)
     if not use_triton(impl, out):
-        sizes = {"block_size": block_size, "unit": unit, "page_size": page_size, "tail_unit": tail_unit}
+        sizes = {"block_size": block_size, "tile": tile, "page_size": page_size, "tail_tile": tail_tile}
         combine_reference(workspace, seq_lens, block_counts, **sizes, out=out, lse=lse)
         return
     if batch == 0:
@@ -260,12 +258,11 @@ def combine(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         PAGE_SIZE=page_size,
-        UNIT=unit,
-        TAIL_UNIT=tail_unit,
+        TILE=tile,
+        TAIL_TILE=tail_tile,
         HAS_LISTS=block_counts is not None,
         ROWS=plan.PLAN_ROWS,
         PARTS=PARTS,
         CHANNELS=channels,
         num_warps=4,
-        **dependent_launch(out),
     )

@@ -9,7 +9,6 @@ import triton.language as tl
 from . import _attention_plan as plan
 from . import attention_tail
 from ._attention_plan import AttentionWorkspace, check_attention
-from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import use_triton
 from .attention_tail import AttentionTail, add_tail_reference
 from .combine import LN_2, LOG2_E, combine
@@ -156,14 +155,12 @@ def _sparse_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TAIL_UNIT: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     CELLS_PER_PAGE: tl.constexpr,
     TILE_CELLS: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    wait_for_previous()
     program = tl.program_id(0)
     cursor, end, row, before = plan.program_share(
         program,
@@ -174,8 +171,8 @@ def _sparse_attention_kernel(
         counts_ptr,
         BLOCK_SIZE,
         PAGE_SIZE,
-        UNIT,
-        TAIL_UNIT,
+        TILE,
+        TAIL_TILE,
         HAS_LISTS,
         ROWS,
     )
@@ -186,13 +183,13 @@ def _sparse_attention_kernel(
     q_mask = (queries < GROUP)[:, None] & in_head[None, :]
 
     while cursor < end:
-        blocks, list_units, tail_units = plan.row_units(
-            row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, UNIT, TAIL_UNIT, HAS_LISTS
+        blocks, list_tiles, tail_tiles = plan.row_tiles(
+            row, num_rows, num_kv_heads, seq_lens_ptr, counts_ptr, BLOCK_SIZE, PAGE_SIZE, TILE, TAIL_TILE, HAS_LISTS
         )
-        units = list_units + tail_units
-        first_unit = cursor - before
-        stop_unit = tl.minimum(end - before, units)
-        if first_unit < stop_unit:
+        tiles = list_tiles + tail_tiles
+        first_tile = cursor - before
+        stop_tile = tl.minimum(end - before, tiles)
+        if first_tile < stop_tile:
             b = (row // num_kv_heads).to(tl.int64)
             h = row % num_kv_heads
             seq_len = tl.load(seq_lens_ptr + b)
@@ -206,21 +203,21 @@ def _sparse_attention_kernel(
                 list_ptr = lists_ptr + b * lists_stride_b + h * lists_stride_h
             k_head_ptr = k_ptr + h * k_stride_h
             v_head_ptr = v_ptr + h * v_stride_h
-            first_listed = first_unit * UNIT
-            limit = tl.minimum(tl.minimum(stop_unit, list_units) * UNIT, blocks * BLOCK_SIZE)
+            stop_list = tl.minimum(stop_tile, list_tiles)
+            limit = tl.minimum(stop_list * TILE, blocks * BLOCK_SIZE)
 
             highest = tl.full((16,), float("-inf"), tl.float32)
             weight_sum = tl.zeros((16,), tl.float32)
             acc = tl.zeros((16, HEAD_DIM_PAD), tl.float32)
             # List entries are loaded two tiles ahead and pages one tile ahead, so that the chain list -> page -> key
             # costs one tile's time only at a row's start.
-            listed = first_listed + tile_tokens
+            listed = first_tile * TILE + tile_tokens
             blocks_now = _load_blocks(list_ptr, listed, limit, BLOCK_SIZE, HAS_LISTS)
             blocks_next = _load_blocks(list_ptr, listed + TILE, limit, BLOCK_SIZE, HAS_LISTS)
             tokens = blocks_now * BLOCK_SIZE + listed % BLOCK_SIZE
             pages = _load_pages(page_row_ptr, tokens, listed, limit, seq_len, PAGE_SIZE)
-            for start in range(first_listed, limit, TILE):
-                listed = start + tile_tokens
+            for tile in range(first_tile, stop_list):
+                listed = tile * TILE + tile_tokens
                 valid = (listed < limit) & (tokens < seq_len)
                 slots = pages.to(tl.int64) * PAGE_SIZE + tokens % PAGE_SIZE
                 kv_mask = valid[:, None] & in_head[None, :]
@@ -243,14 +240,14 @@ def _sparse_attention_kernel(
                 acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
                 highest = new_highest
 
-            if TAIL_UNIT:  # noqa: SIM102 - a condition of the compiler's
-                if stop_unit > list_units:
+            if TAIL_TILE:  # noqa: SIM102 - a condition of the compiler's
+                if stop_tile > list_tiles:
                     highest, weight_sum, acc = attention_tail.add_tiles(
                         highest,
                         weight_sum,
                         acc,
-                        tl.maximum(first_unit - list_units, 0),
-                        stop_unit - list_units,
+                        tl.maximum(first_tile - list_tiles, 0),
+                        stop_tile - list_tiles,
                         seq_len // PAGE_SIZE,
                         h,
                         num_kv_heads,
@@ -267,7 +264,7 @@ def _sparse_attention_kernel(
                         TILE_CELLS,
                     )
 
-            if (first_unit == 0) & (stop_unit == units):
+            if (first_tile == 0) & (stop_tile == tiles):
                 result = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
                 tl.store(
                     out_ptr + b * out_stride_b + heads[:, None] * out_stride_h + channels[None, :],
@@ -278,13 +275,13 @@ def _sparse_attention_kernel(
                     row_lse = (highest + tl.log2(weight_sum)) * LN_2
                     tl.store(lse_ptr + b * num_kv_heads * GROUP + heads, row_lse, mask=queries < GROUP)
             else:
-                slot = 2 * program + (first_unit == 0).to(tl.int32)
+                slot = 2 * program + (first_tile == 0).to(tl.int32)
                 parts = slot * GROUP + queries
                 tl.store(partial_out_ptr + parts[:, None] * HEAD_DIM + channels[None, :], acc, mask=q_mask)
                 tl.store(partial_max_ptr + parts, highest, mask=queries < GROUP)
                 tl.store(partial_sum_ptr + parts, weight_sum, mask=queries < GROUP)
         # Past `end` if a later program goes on with this row.
-        before += units
+        before += tiles
         cursor = before
         row += 1
 
@@ -367,8 +364,7 @@ def sparse_attention(
         return
     num_kv_heads = k_pool.shape[1]
     config = plan.tile_config(head_dim, k_pool.dtype)
-    unit = plan.unit_tokens(block_size)
-    tail_unit = 0 if tail is None else tail.tile_tokens(page_size)
+    tail_tile = 0 if tail is None else tail.tile_tokens(page_size)
     tail_tensors = (None, None, None) if tail is None else (tail.log_mass, tail.kept_mask, tail.value_means)
     tail_strides = (0,) * 5 if tail is None else (*tail.log_mass.stride()[:3], *tail.kept_mask.stride()[:2])
     _sparse_attention_kernel[(workspace.num_programs,)](
@@ -406,24 +402,22 @@ def sparse_attention(
         PAGE_SIZE=page_size,
         BLOCK_SIZE=block_size,
         TILE=config.tile,
-        UNIT=unit,
-        TAIL_UNIT=tail_unit,
+        TAIL_TILE=tail_tile,
         CELLS_PER_PAGE=1 if tail is None else tail.value_means.shape[2],
         TILE_CELLS=attention_tail.TILE_CELLS,
         HAS_LISTS=block_lists is not None,
         ROWS=plan.PLAN_ROWS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **dependent_launch(q),
     )
     combine(
         workspace,
         seq_lens,
         block_counts,
         block_size=block_size,
-        unit=unit,
+        tile=config.tile,
         page_size=page_size,
-        tail_unit=tail_unit,
+        tail_tile=tail_tile,
         out=out,
         lse=lse,
         impl="triton",

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from . import _bfloat16_bits as bfloat16_bits
 from ._checks import PAGE_SIZES, check_choice, check_contiguous, check_dtype, check_pool, check_rows, check_shape
-from ._dependent_launch import dependent_launch, wait_for_previous
 from ._dispatch import use_triton
 
 BITS = (2, 3, 4)
@@ -138,7 +137,6 @@ def _thumbnail_kernel(
     WIDTH: tl.constexpr,
     PLANE_WIDTH: tl.constexpr,
 ):
-    wait_for_previous()
     page = tl.load(pages + tl.program_id(0)).to(tl.int64)
     h = tl.program_id(1)
     LEVELS: tl.constexpr = 2**BITS - 1
@@ -197,7 +195,6 @@ def _thumbnail_triton(
         WIDTH=triton.next_power_of_2(head_dim * (4 if bits == 4 else 2) // 8),
         PLANE_WIDTH=triton.next_power_of_2(head_dim // 8),
         num_warps=8 if page_size * head_dim > 8192 else 4,
-        **dependent_launch(k_pool),
     )
 
 

@@ -8,16 +8,16 @@ from sparse_kernels import _attention_plan as plan
 from sparse_kernels.combine import PARTS, combine
 
 NATIVE = DEVICE == "cuda"
-BLOCK, UNIT = 16, 64
+BLOCK, TILE = 16, 64
 
 
-def parts_of_rows(units: list[int], num_programs: int) -> list[list[int]]:
-    """Workspace entries of each row's parts, from dealing the units out one by one; one entry or none if not shared."""
-    total = sum(units)
+def parts_of_rows(tiles: list[int], num_programs: int) -> list[list[int]]:
+    """Workspace entries of each row's parts, from dealing the tiles out one by one; one entry or none if not shared."""
+    total = sum(tiles)
     working = min(num_programs, total)
     owner = [i for i in range(working) for _ in range(i * total // working, (i + 1) * total // working)]
     parts, at = [], 0
-    for n in units:
+    for n in tiles:
         programs = sorted(set(owner[at : at + n]))
         parts.append([2 * i + (i == programs[0]) for i in programs])
         at += n
@@ -34,7 +34,7 @@ def random_parts(num_programs: int, group: int, dim: int, spread: float) -> Atte
 
 
 def check(
-    units: list[int],
+    tiles: list[int],
     num_programs: int,
     *,
     heads: int = 1,
@@ -44,21 +44,21 @@ def check(
     spread: float = 3.0,
     has_lists: bool = True,
 ) -> None:
-    """`units` holds each row's units, row-major `[B, heads]`; compares both implementations with a float64 merge."""
-    batch = len(units) // heads
-    # One block short of full units, so that units are rounded up.
-    blocks = torch.tensor(units, dtype=torch.int32).view(batch, heads) * (UNIT // BLOCK)
+    """`tiles` holds each row's tiles, row-major `[B, heads]`; compares both implementations with a float64 merge."""
+    batch = len(tiles) // heads
+    # One block short of full tiles, so that tiles are rounded up.
+    blocks = torch.tensor(tiles, dtype=torch.int32).view(batch, heads) * (TILE // BLOCK)
     blocks = torch.where(blocks > 0, blocks - 1, 0)
     seq_lens = blocks.amax(1) * BLOCK
     counts = blocks.to(DEVICE) if has_lists else None
     workspace = random_parts(num_programs, group, dim, spread)
-    parts = parts_of_rows(units, num_programs)
+    parts = parts_of_rows(tiles, num_programs)
     unused = sorted(set(range(2 * num_programs)) - {entry for row in parts if len(row) > 1 for entry in row})
     for tensor in (workspace.partial_out, workspace.partial_max, workspace.partial_sum):
         tensor[unused] = float("nan")
     for impl in ("torch", "triton"):
         out = poisoned(batch, heads * group, dim, dtype=dtype)
-        combine(workspace, seq_lens.to(DEVICE), counts, block_size=BLOCK, unit=UNIT, out=out, impl=impl)
+        combine(workspace, seq_lens.to(DEVICE), counts, block_size=BLOCK, tile=TILE, out=out, impl=impl)
         for row, entries in enumerate(parts):
             b, h = divmod(row, heads)
             result = out[b, h * group : (h + 1) * group]
@@ -108,7 +108,7 @@ def test_more_rows_than_one_load_takes(monkeypatch):
     check([1, 0, 3] * 7 + [0] * 20 + [5], 3, group=1)
 
 
-def test_fewer_units_than_programs():
+def test_fewer_tiles_than_programs():
     check([1, 2, 0, 1], 64)
 
 
@@ -119,13 +119,13 @@ def test_fewer_units_than_programs():
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(
-    units=st.lists(st.integers(0, 9), min_size=1, max_size=12 if NATIVE else 5),
+    tiles=st.lists(st.integers(0, 9), min_size=1, max_size=12 if NATIVE else 5),
     num_programs=st.integers(1, 40),
     group=st.integers(1, 3),
     has_lists=st.booleans(),
 )
-def test_any_plan(units, num_programs, group, has_lists):
-    check(units, num_programs, group=group, has_lists=has_lists)
+def test_any_plan(tiles, num_programs, group, has_lists):
+    check(tiles, num_programs, group=group, has_lists=has_lists)
 
 
 def test_errors_name_the_argument():
@@ -139,4 +139,4 @@ def test_errors_name_the_argument():
         ("block_counts", poisoned(2, 4, 64), seq_lens, counts[:, :1]),
     ]:
         with pytest.raises(ValueError, match=argument):
-            combine(workspace, lengths, numbers, block_size=BLOCK, unit=UNIT, out=out)
+            combine(workspace, lengths, numbers, block_size=BLOCK, tile=TILE, out=out)

@@ -161,11 +161,11 @@ def test_skewed_rows_and_any_number_of_programs(programs):
 
 @pytest.mark.parametrize("programs", [2, 4, 8])
 def test_shares_that_end_with_rows(programs):
-    """Four rows of exactly four units: two or four programs share no row, so no part is written; eight share all."""
+    """Four rows of exactly two tiles: two or four programs share no row, so no part is written; eight share all."""
     case = make_paged_case([256, 256], block_size=16, dtype=torch.float32)
     lists, counts = skewed_block_lists(case, [[0.5, 0.5], [0.5, 0.5]])
-    unit = plan.unit_tokens(16)
-    assert plan.units_per_row(case.seq_lens[:2], counts, 2, block_size=16, unit=unit) == [4] * 4
+    tile = plan.tile_config(case.head_dim, case.q.dtype).tile
+    assert plan.tiles_per_row(case.seq_lens[:2], counts, 2, block_size=16, tile=tile) == [2] * 4
     workspace = poisoned_workspace(case, programs)
     out = attend(case, lists, counts, workspace=workspace)
     torch.testing.assert_close(out.double(), brute_force(case, lists, counts)[0], rtol=2e-5, atol=2e-5)
@@ -326,8 +326,8 @@ def _share_kernel(
     num_kv_heads,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TAIL_UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -341,8 +341,8 @@ def _share_kernel(
         counts,
         BLOCK_SIZE,
         PAGE_SIZE,
-        UNIT,
-        TAIL_UNIT,
+        TILE,
+        TAIL_TILE,
         HAS_LISTS,
         ROWS,
     )
@@ -353,17 +353,17 @@ def _share_kernel(
 
 
 @pytest.mark.parametrize(("batch", "longest", "programs"), [(700, 300, 7), (700, 20, 3), (9, 100, 64), (5, 0, 2)])
-@pytest.mark.parametrize(("has_lists", "tail_unit"), [(True, 0), (True, 32), (False, 0)])
-def test_plan_covers_all_units_in_equal_shares(batch, longest, programs, has_lists, tail_unit):
-    """Against a plain walk over the units: more rows than one load takes, empty rows, fewer units than programs."""
+@pytest.mark.parametrize(("has_lists", "tail_tile"), [(True, 0), (True, 32), (False, 0)])
+def test_plan_covers_all_tiles_in_equal_shares(batch, longest, programs, has_lists, tail_tile):
+    """Against a plain walk over the tiles: more rows than one load takes, empty rows, fewer tiles than programs."""
     rng = torch.Generator().manual_seed(batch + longest)
     seq_lens = torch.randint(0, longest + 1, (batch,), generator=rng, dtype=torch.int32)
     seq_lens[torch.rand(batch, generator=rng) < 0.3] = 0
     counts = torch.randint(0, longest // 8 + 2, (batch, 3), generator=rng, dtype=torch.int32)
     counts[torch.rand(batch, 3, generator=rng) < 0.3] = 0
-    sizes = {"block_size": 8, "page_size": 16, "unit": 64, "tail_unit": tail_unit}
-    units = plan.units_per_row(seq_lens, counts if has_lists else None, 3, **sizes)
-    rows_of_units = [row for row, n in enumerate(units) for _ in range(n)]
+    sizes = {"block_size": 8, "page_size": 16, "tile": 64, "tail_tile": tail_tile}
+    tiles = plan.tiles_per_row(seq_lens, counts if has_lists else None, 3, **sizes)
+    rows_of_tiles = [row for row, n in enumerate(tiles) for _ in range(n)]
     shares = poisoned(programs, 4, dtype=torch.int32)
     _share_kernel[(programs,)](
         seq_lens.to(DEVICE),
@@ -374,26 +374,27 @@ def test_plan_covers_all_units_in_equal_shares(batch, longest, programs, has_lis
         3,
         BLOCK_SIZE=8,
         PAGE_SIZE=16,
-        UNIT=64,
-        TAIL_UNIT=tail_unit,
+        TILE=64,
+        TAIL_TILE=tail_tile,
         HAS_LISTS=has_lists,
         ROWS=plan.PLAN_ROWS,
     )
     shares = shares.tolist()
-    total, working = len(rows_of_units), min(programs, len(rows_of_units))
+    total, working = len(rows_of_tiles), min(programs, len(rows_of_tiles))
     assert [t for begin, end, _, _ in shares for t in range(begin, end)] == list(range(total))
     sizes = [end - begin for begin, end, _, _ in shares]
     assert max(sizes[:working], default=0) - min(sizes[:working], default=0) <= 1
     assert sizes[working:] == [0] * (programs - working)
     for begin, _, row, before in shares[:working]:
-        assert row == rows_of_units[begin]
-        assert before == sum(units[:row])
+        assert row == rows_of_tiles[begin]
+        assert before == sum(tiles[:row])
 
 
-def test_a_unit_is_whole_blocks():
-    """Otherwise units of a short last block would hold no readable token, and shares could begin inside a block."""
-    for block_size in (8, 16, 32, 64):
-        assert plan.unit_tokens(block_size) % block_size == 0
+def test_tile_holds_the_largest_block():
+    """Otherwise a tile of a short last block would hold no readable token."""
+    for dtype in (torch.float16, torch.float32):
+        for dim in (64, 96, 128, 256):
+            assert plan.tile_config(dim, dtype).tile >= 64
 
 
 @pytest.mark.parametrize(
