@@ -24,6 +24,11 @@ class Answer:
     """Prompt tokens found in the prefix cache."""
 
     @property
+    def ttft(self) -> float:
+        """Seconds from the request to the first output token."""
+        return self.times[0] - self.started
+
+    @property
     def tpot(self) -> float:
         """Seconds between output tokens, the first left out."""
         return (self.times[-1] - self.times[0]) / max(self.counts[-1] - self.counts[0], 1)

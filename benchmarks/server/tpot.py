@@ -4,7 +4,8 @@
     python -m benchmarks tpot --model WORKLOAD --prompts runs --context 130000 --batch 1 2 4 6
 
 Every request has a prompt of its own, prefilled before timing, so that what is timed is decoding alone: the mean time
-between tokens while all requests of the batch decode. Every server gets decode CUDA graphs of exactly the batch sizes
+between tokens while all requests of the batch decode. Beside it stands the time to the first token of the prompts that
+were prefilled for the batch, one at a time. Every server gets decode CUDA graphs of exactly the batch sizes
 measured. Answers are greedy; those of the sparse server are compared with the dense one's.
 """
 
@@ -24,13 +25,14 @@ from benchmarks.results import Results, Row, share, text_table
 from .client import Client
 from .launch import Server, add_server_arguments, captures, check_places, common_flags, variants
 from .prompts import KINDS, kv_bytes_per_token, make_prompts, read_config
-from .statistics import agreement, tpot_together
+from .statistics import agreement, percentile, tpot_together
 from .streams import all_at_once, check_cached, warm
 
 HEAD = (
     "variant",
     "batch",
     "context",
+    "TTFT s",
     "TPOT ms",
     "tokens/s",
     "kept",
@@ -61,11 +63,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Timed:
-    """One batch: seconds a token, kept and bytes read (None if dense), and the answers."""
+    """One batch: seconds a token, kept and bytes read (None if dense), the answers, and the median seconds to the first
+    token of the prompts that were new to the server (None if none was)."""
 
     seconds: float
     read: tuple[float, float] | None
     answers: list[list[int]]
+    first: float | None
 
 
 def measure_server(
@@ -90,7 +94,8 @@ def measure_server(
                 short = f"takes {needed} tokens of KV cache, the server has {capacity}: left out"
                 print(f"batch {batch} of {context}: {short}", flush=True)
                 continue
-            warm(client, own[warmed:batch])
+            new = [answer.ttft for answer in warm(client, own[warmed:batch])]
+            first = percentile(new, 0.5) if new else None
             warmed = batch
             for gamma in changes:
                 if len(changes) > 1:
@@ -103,7 +108,8 @@ def measure_server(
                 for answer, prompt in zip(answers, own, strict=False):
                     check_cached([answer], len(prompt))
                 read = after.since(before) if after else None
-                timed = Timed(tpot_together(answers), read, [answer.tokens for answer in answers])
+                timed = Timed(tpot_together(answers), read, [answer.tokens for answer in answers], first)
+                first = None
                 yield context, batch, gamma, timed
 
 
@@ -147,7 +153,10 @@ def measure_variants(
                     # The middle of what is decoded: a step reads all tokens so far.
                     read = sum(map(len, prompts[context][:batch])) + batch * args.tokens / 2
                     moved = int(bytes_share * read * token_bytes)
-                    results.append([Row("tpot", case, batch, context, impl, timed.seconds * 1e3, kept, moved)])
+                    rows = [Row("tpot", case, batch, context, impl, timed.seconds * 1e3, kept, moved)]
+                    if timed.first:
+                        rows.append(Row("ttft", case, 1, context, impl, timed.first * 1e3))
+                    results.append(rows)
                     lines.append(table_line(impl, batch, context, timed, before))
                     print("  ".join(lines[-1]), flush=True)
             except ServerError as error:
@@ -173,6 +182,7 @@ def table_line(impl: str, batch: int, context: int, timed: Timed, baseline: Time
         impl,
         str(batch),
         str(context),
+        f"{timed.first:.3f}" if timed.first else "",
         f"{timed.seconds * 1e3:.3f}",
         f"{batch / timed.seconds:.1f}",
         share(kept),

@@ -140,7 +140,11 @@ def test_tpot_measures_dense_and_sparse_in_turn(
     path = tmp_path / "results.csv"
     common = ["--model", str(model), "--context", "1000", "500", "--results", str(path), "--logs", str(tmp_path)]
     assert main(["tpot", *common, "--batch", "1", "2", "--tokens", "30"]) == 0
-    rows = read_results(path, "--csv")
+    every = read_results(path, "--csv")
+    first = [(row["impl"], row["context"], row["batch"]) for row in every if row["bench"] == "ttft"]
+    # One prompt of each context was new to each batch.
+    assert first == [(impl, context, "1") for impl in ("dense", "sparse") for context in ("500", "1000") for _ in "ab"]
+    rows = [row for row in every if row["bench"] == "tpot"]
     assert [(row["impl"], row["context"], row["batch"], row["kept"]) for row in rows] == [
         (impl, context, batch, kept)
         for impl, kept in (("dense", "1"), ("sparse", "0.25"))
