@@ -9,7 +9,7 @@ from . import _score_tile as score_tile
 from . import _work_split as work_split
 from ._checks import check_block_mass, check_choice
 from ._dispatch import INTERPRETED, planned_programs, use_triton
-from ._reference import block_logsumexp, rows_to_score, write_open_page
+from ._reference import block_logsumexp, block_maximum, rows_to_score, write_open_page
 from .thumbnail import BITS, check_thumbnails, unpack_codes
 
 _WARPS_PER_MULTIPROCESSOR = 16
@@ -31,19 +31,23 @@ def block_mass_thumbnail_reference(
     block_size: int,
     min_context: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `block_mass_thumbnail`."""
     head_dim = q.shape[2]
     for row in rows_to_score(q, k_pool, page_table, seq_lens, page_size, min_context):
-        write_open_page(row, scale, block_size, out)
+        write_open_page(row, scale, block_size, out, block_max)
         if row.closed == 0:
             continue
         pages = row.pages[: row.closed]
         low, step = low_step[pages].float().unsqueeze(2).unbind(3)  # [pages, Hkv, 1, D]
         levels = unpack_codes(codes[pages], bits, head_dim).float()  # [pages, Hkv, page_size, D]
         scores = torch.matmul(row.q * step, levels.transpose(2, 3)) + (row.q * low).sum(3, keepdim=True)
-        mass = block_logsumexp(scores.permute(1, 2, 0, 3).flatten(2) * scale, block_size)
+        scores = scores.permute(1, 2, 0, 3).flatten(2) * scale
+        mass = block_logsumexp(scores, block_size)
         out[row.index, :, :, : mass.shape[2]] = mass
+        if block_max is not None:
+            block_max[row.index, :, :, : mass.shape[2]] = block_maximum(scores, block_size)
 
 
 @triton.jit
@@ -146,6 +150,7 @@ def _block_mass_thumbnail_kernel(
     page_table,
     seq_lens,
     out,
+    block_max,
     q_batch_stride,
     q_head_stride,
     slot_stride,
@@ -200,6 +205,9 @@ def _block_mass_thumbnail_kernel(
         closed = length // PAGE
         pages = page_table + b.to(tl.int64) * page_table_stride
         out_row = out + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
+        max_row = block_max
+        if block_max is not None:
+            max_row = block_max + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
         heads = tl.arange(0, GROUP)[None, :]
         query = q + b.to(tl.int64) * q_batch_stride + (h * G + heads) * q_head_stride + channels
         # Spreads the tile over all threads: vector loads would make several threads hold, and compute, the same
@@ -249,6 +257,11 @@ def _block_mass_thumbnail_kernel(
             score_tile.store_blocks(
                 out_row, out_group_stride, mass, page * (PAGE // BLOCK), closed * (PAGE // BLOCK), G
             )
+            if block_max is not None:
+                maxima = score_tile.block_maximum(scores, BLOCK)
+                score_tile.store_blocks(
+                    max_row, out_group_stride, maxima, page * (PAGE // BLOCK), closed * (PAGE // BLOCK), G
+                )
             low, step = next_low, next_step
         if last > closed:
             score_tile.write_open_page(
@@ -265,6 +278,7 @@ def _block_mass_thumbnail_kernel(
                 PAGE,
                 BLOCK,
                 T,
+                max_row,
             )
         unit += last - first
 
@@ -283,6 +297,7 @@ def _block_mass_thumbnail_triton(
     block_size: int,
     min_context: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
 ) -> None:
     batch, kv_heads, group_size, _ = out.shape
     head_dim = q.shape[2]
@@ -300,6 +315,7 @@ def _block_mass_thumbnail_triton(
         page_table,
         seq_lens,
         out,
+        block_max,
         q.stride(0),
         q.stride(1),
         k_pool.stride(0),
@@ -343,6 +359,7 @@ def block_mass_thumbnail(
     block_size: int,
     min_context: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Writes the log mass of closed pages' blocks from their thumbnails, and the exact one of the open page's blocks.
@@ -364,13 +381,14 @@ def block_mass_thumbnail(
         min_context: rows with fewer tokens are skipped.
         out: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of rows that are not skipped are
             written.
+        block_max: as out, with its strides: gets the largest score of each block's tokens, in nats; optional.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
         ValueError: a shape, dtype or size is not as above.
     """
     check_choice("bits", bits, BITS)
-    check_block_mass(q, k_pool, page_table, seq_lens, page_size, block_size, out)
+    check_block_mass(q, k_pool, page_table, seq_lens, page_size, block_size, out, block_max)
     check_thumbnails(codes, low_step, k_pool, bits, page_size)
     run = _block_mass_thumbnail_triton if use_triton(impl, q) else block_mass_thumbnail_reference
     run(
@@ -386,4 +404,5 @@ def block_mass_thumbnail(
         block_size=block_size,
         min_context=min_context,
         out=out,
+        block_max=block_max,
     )
