@@ -108,7 +108,7 @@ def write_open_page(
     T: tl.constexpr,
     max_row=None,
 ):
-    """Writes the exact log mass of the blocks of a row's open page, and their largest scores if there is a `max_row`."""
+    """Writes the exact log mass of the blocks of a row's open page; to `max_row`, unless None, their largest scores."""
     closed = length // PAGE
     slot = tl.load(pages + closed).to(tl.int64) * PAGE
     for start in range(0, length % PAGE, T):

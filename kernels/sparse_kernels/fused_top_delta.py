@@ -5,6 +5,8 @@ Two launches, whatever the data: the pass, and `_fused_combine`, which merges th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -67,7 +69,7 @@ def fused_top_delta_reference(
     pseudo_max = torch.empty(shape[:3], device=q.device)
     lists = torch.empty((*shape[:2], capacity), dtype=torch.int32, device=q.device)
     kept_mask = torch.empty_like(lists, dtype=torch.uint8)
-    sizes = {"page_size": page_size, "block_size": block_size}
+    sizes: dict[str, Any] = {"page_size": page_size, "block_size": block_size}
     forcing = {"sink_tokens": sink_tokens, "window_tokens": window_tokens, "min_context": min_context}
     block_mass_thumbnail_reference(
         q,
@@ -603,7 +605,7 @@ def fused_top_delta(
     config: FusedConfig | None = None,
     impl: str = "auto",
 ) -> None:
-    """What `block_mass_thumbnail`, `top_delta_rule` and `sparse_attention` do in turn, without masses and lists between.
+    """`block_mass_thumbnail`, `top_delta_rule` and `sparse_attention` in one, without masses and lists between them.
 
     `out[b, h * G + g]` is attention over the kept blocks of row `(b, h)`: forced blocks, and those with a token whose
     score under the thumbnails reaches the pseudo-maximum of its head less delta, for any head of the group. Kept blocks
@@ -667,7 +669,7 @@ def fused_top_delta(
     if tap is not None:
         capacity = page_table.shape[1] * (page_size // block_size)
         tap.check((batch, kv_heads, heads // kv_heads, capacity))
-    arguments = {
+    arguments: dict[str, Any] = {
         "delta": delta,
         "bits": bits,
         "scale": scale,

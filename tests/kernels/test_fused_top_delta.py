@@ -1,5 +1,6 @@
 """The fused pass against float64 attention over the sets that it kept, and those sets against their definition."""
 
+import itertools
 import math
 
 import pytest
@@ -118,7 +119,7 @@ class Fused:
 
 
 def scores_of(fused, b, h):
-    """Scores `[G, length]` float64 of request `b`: exact ones, and those under the thumbnails where pages are closed."""
+    """Scores `[G, length]` float64 of request `b`: exact ones, and those by the thumbnails of closed pages."""
     c = fused.case
     q = c.q[b].double().view(c.num_kv_heads, c.group_size, -1)[h]
     exact = q @ c.keys(b)[:, h].double().T * c.scale
@@ -324,13 +325,13 @@ def test_units_are_the_pages_of_the_row_each_once_and_far_apart():
         order = out[:pages].tolist()
         assert sorted(order) == list(range(pages))
         if pages > 900:
-            assert all(abs(a - b) >= pages // 32 for a, b in zip(order, order[1:], strict=False) if a and b)
+            assert all(abs(a - b) >= pages // 32 for a, b in itertools.pairwise(order) if a and b)
 
 
 def test_refuses_what_does_not_fit():
     fused = Fused(make_paged_case([40], dtype=torch.float16))
     fused.workspace = FusedWorkspace.create(4, 64, torch.float16, page_size=16, block_size=8, device=DEVICE)
-    with pytest.raises(ValueError, match="workspace.partial_out has shape"):
+    with pytest.raises(ValueError, match=r"workspace\.partial_out has shape"):
         fused.run("torch")
     fused = Fused(make_paged_case([40], dtype=torch.float16))
     fused.bits = 3
