@@ -303,9 +303,12 @@ def test_auto_picks_by_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths.describe(options) == "fused up to batch 2, then lists"
     taken = []
     original = DecodeStep._attend_fused
-    monkeypatch.setattr(
-        DecodeStep, "_attend_fused", lambda self, layer, q, *rest: (taken.append(len(q)), original(self, layer, q, *rest))
-    )
+
+    def attend(self: DecodeStep, layer: int, q: torch.Tensor, *rest: object) -> None:
+        taken.append(len(q))
+        original(self, layer, q, *rest)
+
+    monkeypatch.setattr(DecodeStep, "_attend_fused", attend)
     for count in (1, 2, 3):
         sim = Simulation(lengths()[:count], options, DEVICE)
         sim.load(list(range(count)))
