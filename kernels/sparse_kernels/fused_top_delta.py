@@ -139,20 +139,30 @@ def _attend(
     the one at `partial_slot` has `partial_tokens` only."""
     limit = count * BLOCK
     tile_tokens = tl.arange(0, TILE)
+    offset = tile_tokens % BLOCK
     channels = tl.arange(0, acc.shape[1])
     in_head = (channels < D)[None, :]
-    # First slots are loaded a tile ahead.
-    first = tl.load(slots_ptr + tile_tokens // BLOCK, mask=tile_tokens < limit, other=0)
+    k_offsets = offset[:, None] * k_stride_t + channels[None, :]
+    v_offsets = offset[:, None] * v_stride_t + channels[None, :]
     for start in tl.range(0, limit, TILE, num_stages=STAGES):
-        listed = start + tile_tokens
-        offset = listed % BLOCK
-        valid = (listed < limit) & ((first != partial_slot) | (offset < partial_tokens))
-        places = (first + offset).to(tl.int64)[:, None]
+        if TILE <= BLOCK:
+            # One block: its address is a scalar, and the offsets in it are those of every other tile.
+            first = tl.load(slots_ptr + start // BLOCK)
+            inside = start % BLOCK
+            valid = (first != partial_slot) | (inside + offset < partial_tokens)
+            first = (first + inside).to(tl.int64)
+            k_tile = k_head_ptr + first * k_stride_t
+            v_tile = v_head_ptr + first * v_stride_t
+        else:
+            listed = start + tile_tokens
+            first = tl.load(slots_ptr + listed // BLOCK, mask=listed < limit, other=0)
+            valid = (listed < limit) & ((first != partial_slot) | (offset < partial_tokens))
+            first = first.to(tl.int64)[:, None]
+            k_tile = k_head_ptr + first * k_stride_t
+            v_tile = v_head_ptr + first * v_stride_t
         mask = valid[:, None] & in_head
-        k = tl.load(k_head_ptr + places * k_stride_t + channels[None, :], mask=mask, other=0.0)
-        v = tl.load(v_head_ptr + places * v_stride_t + channels[None, :], mask=mask, other=0.0)
-        ahead = listed + TILE
-        first = tl.load(slots_ptr + ahead // BLOCK, mask=ahead < limit, other=0)
+        k = tl.load(k_tile + k_offsets, mask=mask, other=0.0)
+        v = tl.load(v_tile + v_offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -346,21 +356,21 @@ def _fused_top_delta_kernel(
         if tests:
             query = score_tile.load_query(q_ptr, q_stride_b, q_stride_h, b, h, D, G, D_PAD, GROUP)
             top = row_maximum(
-                query, keys, k_stride_t, pages, length, sink, tail, scale_log2, FORCED_TILE, D, PAGE, BLOCK
+                query, keys, k_stride_t, pages, length, sink, tail, scale_log2, FORCED_TILE, D, PAGE, BLOCK, STAGES
             )
             least = least_score(top, delta * score_tile.LOG2_E)
             relative = tl.where(top - top == 0, top, 0.0)
             tl.store(own_highest + heads, relative)
-        q = tl.load(row_q + queries[:, None] * q_stride_h + channels[None, :], mask=q_mask, other=0.0)
         # The row's last block may be short; -1 is no slot.
         last_block = (length - 1) // BLOCK
         partial_tokens = length - last_block * BLOCK
         partial_slot = tl.load(pages + row_pages - 1) * PAGE + last_block % (PAGE // BLOCK) * BLOCK
         partial_slot = tl.where(partial_tokens < BLOCK, partial_slot, -1)
 
-        highest = tl.full((16,), float("-inf"), tl.float32)
-        weight_sum = tl.zeros((16,), tl.float32)
-        acc = tl.zeros((16, D_PAD), tl.float32)
+        is_whole = (first == 0) & (last == row_pages)
+        # A row that ends here comes before one that starts here, so that whole rows can use the latter's part.
+        part = 2 * program + (first == 0).to(tl.int32)
+        parts = part * G + queries
         kept = tl.zeros((), tl.int32)
         for start in range(first, last, CHUNK):
             count = tl.minimum(last - start, CHUNK)
@@ -413,6 +423,13 @@ def _fused_top_delta_kernel(
                         PAGE,
                         BLOCK,
                     )
+            # Between chunks the softmax is in the part: registers are for the scan.
+            q = tl.load(row_q + queries[:, None] * q_stride_h + channels[None, :], mask=q_mask, other=0.0)
+            goes_on = (start > first) & (queries < G)
+            highest = tl.load(partial_max_ptr + parts, mask=goes_on, other=float("-inf"))
+            weight_sum = tl.load(partial_sum_ptr + parts, mask=goes_on, other=0.0)
+            acc_ptr = partial_out_ptr + parts[:, None] * D + channels[None, :]
+            acc = tl.load(acc_ptr, mask=goes_on[:, None] & (channels < D)[None, :], other=0.0)
             highest, weight_sum, acc = _attend(
                 highest,
                 weight_sum,
@@ -452,22 +469,23 @@ def _fused_top_delta_kernel(
                         CHUNK,
                     )
 
-        if (first == 0) & (last == row_pages):
-            result = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
-            target = out_ptr + b * out_stride_b + (h * G + queries)[:, None] * out_stride_h + channels[None, :]
-            tl.store(target, result.to(out_ptr.dtype.element_ty), mask=q_mask)
+            if is_whole & (start + count == last):
+                result = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+                target = out_ptr + b * out_stride_b + (h * G + queries)[:, None] * out_stride_h + channels[None, :]
+                tl.store(target, result.to(out_ptr.dtype.element_ty), mask=q_mask)
+                if lse_ptr is not None:
+                    row_lse = (highest + tl.log2(weight_sum)) * score_tile.LN_2
+                    tl.store(lse_ptr + (b * kv_heads + h) * G + queries, row_lse, mask=queries < G)
+            else:
+                tl.store(acc_ptr, acc, mask=q_mask)
+                tl.store(partial_max_ptr + parts, highest, mask=queries < G)
+                tl.store(partial_sum_ptr + parts, weight_sum, mask=queries < G)
+
+        if is_whole:
             tl.store(block_counts + b * counts_stride_b + h * counts_stride_h, kept)
             if kept_total is not None:
                 tl.atomic_add(kept_total + h, kept.to(tl.int64), sem="relaxed")
-            if lse_ptr is not None:
-                row_lse = (highest + tl.log2(weight_sum)) * score_tile.LN_2
-                tl.store(lse_ptr + (b * kv_heads + h) * G + queries, row_lse, mask=queries < G)
         else:
-            part = 2 * program + (first == 0).to(tl.int32)
-            parts = part * G + queries
-            tl.store(partial_out_ptr + parts[:, None] * D + channels[None, :], acc, mask=q_mask)
-            tl.store(partial_max_ptr + parts, highest, mask=queries < G)
-            tl.store(partial_sum_ptr + parts, weight_sum, mask=queries < G)
             tl.store(partial_counts + part, kept)
         if tap_target is not None:
             tapped = (tl.load(tap_target) == layer) & (tl.load(tap_target + 1) == first_row + request)
@@ -566,7 +584,7 @@ def _fused_top_delta_triton(
         PAGES=config.pages,
         CHUNK=plan.CHUNK,
         TILE=config.tile,
-        FORCED_TILE=64 if head_dim * q.element_size() <= 256 else 32,
+        FORCED_TILE=16,
         CELLS=0 if value_means is None else value_means.shape[2],
         TILE_CELLS=TAIL_CELLS,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),

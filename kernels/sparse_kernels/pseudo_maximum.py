@@ -73,6 +73,7 @@ def row_maximum(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Largest score times log2(e) over a row's forced blocks, `[GROUP]`; +inf where one is no number.
 
@@ -84,15 +85,18 @@ def row_maximum(
     # Forced tokens in a sequence of their own: those of the sink blocks, then those from `tail` on.
     skipped = (tail - sink) * BLOCK
     count = length - skipped
+    tokens = tl.arange(0, T)
     channels = tl.arange(0, query.shape[0])[None, :]
+    offsets = tokens[:, None] * slot_stride + channels
     highest = tl.full((query.shape[1],), float("-inf"), tl.float32)
-    for start in range(0, count, T):
-        forced = start + tl.arange(0, T)
-        tokens = tl.where(forced < sink * BLOCK, forced, forced + skipped)
-        inside = forced < count
-        page = tl.load(pages + tokens // PAGE, mask=inside, other=0).to(tl.int64)
-        slots = (page * PAGE + tokens % PAGE)[:, None]
-        tile = tl.load(keys + slots * slot_stride + channels, mask=inside[:, None] & (channels < D), other=0.0)
+    # A tile lies in one page: its address is a scalar, and the offsets in it are those of every other tile.
+    STEP: tl.constexpr = T if T < BLOCK else BLOCK
+    for start in tl.range(0, count, STEP, num_stages=STAGES):
+        first = tl.where(start < sink * BLOCK, start, start + skipped)
+        slot = tl.load(pages + first // PAGE).to(tl.int64) * PAGE + first % PAGE
+        inside = (tokens < STEP) & (start + tokens < count)
+        mask = inside[:, None] & (channels < D)
+        tile = tl.load(keys + slot * slot_stride + offsets, mask=mask, other=0.0)
         scores = tl.dot(tile, query, input_precision="ieee") * scale_log2
         scores = tl.where(scores == scores, scores, float("inf"))
         highest = tl.maximum(highest, tl.max(tl.where(inside[:, None], scores, float("-inf")), 0))
@@ -134,7 +138,7 @@ def _pseudo_maximum_kernel(
         query = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP)
         pages = page_table + b.to(tl.int64) * page_table_stride
         keys = k_pool + h * head_stride
-        highest = row_maximum(query, keys, slot_stride, pages, length, sink, tail, scale_log2, T, D, PAGE, BLOCK)
+        highest = row_maximum(query, keys, slot_stride, pages, length, sink, tail, scale_log2, T, D, PAGE, BLOCK, 3)
         heads = tl.arange(0, GROUP)
         row = out + b.to(tl.int64) * out_batch_stride + h * out_head_stride
         tl.store(row + heads, highest * score_tile.LN_2, mask=heads < G)
@@ -234,6 +238,6 @@ def pseudo_maximum(
         ROWS=triton.next_power_of_2(head_dim),
         PAGE=page_size,
         BLOCK=block_size,
-        T=64 if head_dim <= 128 else 32,
+        T=max(16, min(block_size, 32)),
         num_warps=4,
     )
