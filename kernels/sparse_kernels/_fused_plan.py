@@ -62,7 +62,6 @@ class FusedWorkspace:
         slots: `[num_programs, CHUNK * blocks of a page]` int32: first slots of the kept blocks.
         dropped: `[num_programs, CHUNK * cells of a page, G]` fp32: mass of the dropped blocks, over that of a token at
             the pseudo-maximum.
-        highest: `[num_programs, 16]` fp32: pseudo-maxima.
     """
 
     parts: AttentionWorkspace
@@ -70,7 +69,6 @@ class FusedWorkspace:
     notes: torch.Tensor
     slots: torch.Tensor
     dropped: torch.Tensor
-    highest: torch.Tensor
 
     @classmethod
     def create(
@@ -114,7 +112,6 @@ class FusedWorkspace:
             notes=int32(programs, 3, CHUNK),
             slots=int32(programs, CHUNK * (page_size // block_size)),
             dropped=torch.empty(programs, CHUNK * cells, group_size, dtype=torch.float32, device=device),
-            highest=torch.empty(programs, 16, dtype=torch.float32, device=device),
         )
 
     @property
@@ -124,7 +121,7 @@ class FusedWorkspace:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held."""
-        own = (self.counts, self.notes, self.slots, self.dropped, self.highest)
+        own = (self.counts, self.notes, self.slots, self.dropped)
         return self.parts.nbytes + sum(tensor.nbytes for tensor in own)
 
     def check(self, group_size: int, head_dim: int, page_size: int, block_size: int, cells: int) -> None:
@@ -137,10 +134,9 @@ class FusedWorkspace:
         check_shape("workspace.dropped", self.dropped, n, None, group_size)
         if self.dropped.shape[1] < CHUNK * cells:
             raise ValueError(f"workspace.dropped has room for {self.dropped.shape[1]} cells; needed: {CHUNK * cells}")
-        check_shape("workspace.highest", self.highest, n, 16)
         for name in ("counts", "notes", "slots"):
             check_dtype(f"workspace.{name}", getattr(self, name), torch.int32)
-        for name in ("counts", "notes", "slots", "dropped", "highest"):
+        for name in ("counts", "notes", "slots", "dropped"):
             check_contiguous(f"workspace.{name}", getattr(self, name))
 
 

@@ -120,7 +120,7 @@ def _attend(
     highest,
     weight_sum,
     acc,
-    q,
+    query,
     slots_ptr,
     count,
     partial_slot,
@@ -135,15 +135,16 @@ def _attend(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A running softmax (`highest [16]`, `weight_sum [16]`, `acc [16, D]`) with the tokens of `count` blocks, of which
-    the one at `partial_slot` has `partial_tokens` only."""
+    """A running softmax (`highest [GROUP]`, `weight_sum [GROUP]`, `acc [D, GROUP]`) with the tokens of `count` blocks, of
+    which the one at `partial_slot` has `partial_tokens` only. `query` is `[D, GROUP]`."""
     limit = count * BLOCK
     tile_tokens = tl.arange(0, TILE)
     offset = tile_tokens % BLOCK
-    channels = tl.arange(0, acc.shape[1])
+    channels = tl.arange(0, acc.shape[0])
     in_head = (channels < D)[None, :]
     k_offsets = offset[:, None] * k_stride_t + channels[None, :]
-    v_offsets = offset[:, None] * v_stride_t + channels[None, :]
+    # Values are loaded as they are multiplied, channels in rows: transposed later, they would take another way.
+    v_offsets = offset[None, :] * v_stride_t + channels[:, None]
     for start in tl.range(0, limit, TILE, num_stages=STAGES):
         if TILE <= BLOCK:
             # One block: its address is a scalar, and the offsets in it are those of every other tile.
@@ -157,22 +158,22 @@ def _attend(
             listed = start + tile_tokens
             first = tl.load(slots_ptr + listed // BLOCK, mask=listed < limit, other=0)
             valid = (listed < limit) & ((first != partial_slot) | (offset < partial_tokens))
-            first = first.to(tl.int64)[:, None]
-            k_tile = k_head_ptr + first * k_stride_t
-            v_tile = v_head_ptr + first * v_stride_t
-        mask = valid[:, None] & in_head
-        k = tl.load(k_tile + k_offsets, mask=mask, other=0.0)
-        v = tl.load(v_tile + v_offsets, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
+            first = first.to(tl.int64)
+            k_tile = k_head_ptr + first[:, None] * k_stride_t
+            v_tile = v_head_ptr + first[None, :] * v_stride_t
+        k = tl.load(k_tile + k_offsets, mask=valid[:, None] & in_head, other=0.0)
+        v = tl.load(v_tile + v_offsets, mask=valid[None, :] & (channels < D)[:, None], other=0.0)
+        # Heads are columns: there are few of them, and tensor cores take 16 rows, but 8 columns, at once.
+        scores = tl.dot(k, query, input_precision="ieee") * scale_log2
+        scores = tl.where(valid[:, None], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 0))
         # While nothing was valid the maximum is -inf: shift by 0 so that no -inf - -inf arises.
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         decay = tl.exp2(highest - shift)
-        weights = tl.exp2(scores - shift[:, None])
-        weight_sum = weight_sum * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        weights = tl.exp2(scores - shift[None, :])
+        weight_sum = weight_sum * decay + tl.sum(weights, 0)
+        acc = acc * decay[None, :]
+        acc = tl.dot(v, weights.to(v.dtype), acc, input_precision="ieee")
         highest = new_highest
     return highest, weight_sum, acc
 
@@ -189,21 +190,21 @@ def _add_tail(
     h,
     kv_heads,
     means_ptr,
-    GROUP: tl.constexpr,
+    G: tl.constexpr,
     D: tl.constexpr,
     CELLS: tl.constexpr,
     TILE_CELLS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """A running softmax with the mean values of `count` noted pages, weighted by the dropped mass of their cells, which
-    is relative to a token of score `pseudo_highest [16]`."""
-    queries = tl.arange(0, 16)
-    channels = tl.arange(0, acc.shape[1])
+    is relative to a token of score `pseudo_highest [GROUP]`."""
+    heads = tl.arange(0, acc.shape[1])
+    channels = tl.arange(0, acc.shape[0])
     new_highest = tl.maximum(highest, pseudo_highest)
     decay = tl.exp2(highest - new_highest)
     factor = tl.exp2(pseudo_highest - new_highest)
     weight_sum = weight_sum * decay
-    acc = acc * decay[:, None]
+    acc = acc * decay[None, :]
     for start in range(0, count * CELLS, TILE_CELLS):
         cell = start + tl.arange(0, TILE_CELLS)
         inside = cell < count * CELLS
@@ -212,18 +213,16 @@ def _add_tail(
         page = tl.load(notes + cell // CELLS, mask=inside, other=0).to(tl.int64)
         places = (page * kv_heads + h) * CELLS + cell % CELLS
         means = tl.load(
-            means_ptr + places[:, None] * D + channels[None, :],
-            mask=closed[:, None] & (channels < D)[None, :],
+            means_ptr + places[None, :] * D + channels[:, None],
+            mask=closed[None, :] & (channels < D)[:, None],
             other=0.0,
         )
         mass = tl.load(
-            dropped + cell[None, :] * GROUP + queries[:, None],
-            mask=(queries < GROUP)[:, None] & closed[None, :],
-            other=0.0,
+            dropped + cell[:, None] * G + heads[None, :], mask=closed[:, None] & (heads < G)[None, :], other=0.0
         )
-        weights = mass * factor[:, None]
-        weight_sum += tl.sum(weights, 1)
-        acc = tl.dot(weights.to(means.dtype), means, acc, input_precision="ieee")
+        weights = mass * factor[None, :]
+        weight_sum += tl.sum(weights, 0)
+        acc = tl.dot(means, weights.to(means.dtype), acc, input_precision="ieee")
     return new_highest, weight_sum, acc
 
 
@@ -275,7 +274,6 @@ def _fused_top_delta_kernel(
     notes_ptr,
     slots_ptr,
     dropped_ptr,
-    highest_ptr,
     tap_source,
     tap_target,
     tap_q,
@@ -331,11 +329,9 @@ def _fused_top_delta_kernel(
     notes = notes_ptr + program * (3 * CHUNK)
     slots = slots_ptr + program * (CHUNK * (PAGE // BLOCK))
     dropped = dropped_ptr + program * dropped_size
-    own_highest = highest_ptr + program * 16
-    queries = tl.arange(0, 16)
-    channels = tl.arange(0, D_PAD)
-    q_mask = (queries < G)[:, None] & (channels < D)[None, :]
     heads = tl.arange(0, GROUP)
+    channels = tl.arange(0, D_PAD)
+    real = (channels < D)[:, None] & (heads < G)[None, :]
     while unit < end:
         request, before = work_split.find_request(unit, seq_lens, batch, kv_heads, 0, PAGE, 1, REQUESTS)
         b = request.to(tl.int64)
@@ -360,7 +356,6 @@ def _fused_top_delta_kernel(
             )
             least = least_score(top, delta * score_tile.LOG2_E)
             relative = tl.where(top - top == 0, top, 0.0)
-            tl.store(own_highest + heads, relative)
         # The row's last block may be short; -1 is no slot.
         last_block = (length - 1) // BLOCK
         partial_tokens = length - last_block * BLOCK
@@ -370,7 +365,7 @@ def _fused_top_delta_kernel(
         is_whole = (first == 0) & (last == row_pages)
         # A row that ends here comes before one that starts here, so that whole rows can use the latter's part.
         part = 2 * program + (first == 0).to(tl.int32)
-        parts = part * G + queries
+        parts = part * G + heads
         kept = tl.zeros((), tl.int32)
         for start in range(first, last, CHUNK):
             count = tl.minimum(last - start, CHUNK)
@@ -424,17 +419,17 @@ def _fused_top_delta_kernel(
                         BLOCK,
                     )
             # Between chunks the softmax is in the part: registers are for the scan.
-            q = tl.load(row_q + queries[:, None] * q_stride_h + channels[None, :], mask=q_mask, other=0.0)
-            goes_on = (start > first) & (queries < G)
+            query = score_tile.load_query(q_ptr, q_stride_b, q_stride_h, b, h, D, G, D_PAD, GROUP)
+            goes_on = (start > first) & (heads < G)
             highest = tl.load(partial_max_ptr + parts, mask=goes_on, other=float("-inf"))
             weight_sum = tl.load(partial_sum_ptr + parts, mask=goes_on, other=0.0)
-            acc_ptr = partial_out_ptr + parts[:, None] * D + channels[None, :]
-            acc = tl.load(acc_ptr, mask=goes_on[:, None] & (channels < D)[None, :], other=0.0)
+            acc_ptr = partial_out_ptr + parts[None, :] * D + channels[:, None]
+            acc = tl.load(acc_ptr, mask=real & (start > first), other=0.0)
             highest, weight_sum, acc = _attend(
                 highest,
                 weight_sum,
                 acc,
-                q,
+                query,
                 slots,
                 kept_now,
                 partial_slot,
@@ -457,7 +452,7 @@ def _fused_top_delta_kernel(
                         acc,
                         notes,
                         dropped,
-                        tl.load(own_highest + queries, mask=queries < GROUP, other=0.0),
+                        relative,
                         count,
                         h,
                         kv_heads,
@@ -470,16 +465,16 @@ def _fused_top_delta_kernel(
                     )
 
             if is_whole & (start + count == last):
-                result = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
-                target = out_ptr + b * out_stride_b + (h * G + queries)[:, None] * out_stride_h + channels[None, :]
-                tl.store(target, result.to(out_ptr.dtype.element_ty), mask=q_mask)
+                result = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[None, :]
+                target = out_ptr + b * out_stride_b + (h * G + heads)[None, :] * out_stride_h + channels[:, None]
+                tl.store(target, result.to(out_ptr.dtype.element_ty), mask=real)
                 if lse_ptr is not None:
                     row_lse = (highest + tl.log2(weight_sum)) * score_tile.LN_2
-                    tl.store(lse_ptr + (b * kv_heads + h) * G + queries, row_lse, mask=queries < G)
+                    tl.store(lse_ptr + (b * kv_heads + h) * G + heads, row_lse, mask=heads < G)
             else:
-                tl.store(acc_ptr, acc, mask=q_mask)
-                tl.store(partial_max_ptr + parts, highest, mask=queries < G)
-                tl.store(partial_sum_ptr + parts, weight_sum, mask=queries < G)
+                tl.store(acc_ptr, acc, mask=real)
+                tl.store(partial_max_ptr + parts, highest, mask=heads < G)
+                tl.store(partial_sum_ptr + parts, weight_sum, mask=heads < G)
 
         if is_whole:
             tl.store(block_counts + b * counts_stride_b + h * counts_stride_h, kept)
@@ -550,7 +545,6 @@ def _fused_top_delta_triton(
         workspace.notes,
         workspace.slots,
         workspace.dropped,
-        workspace.highest,
         *_tap_arguments(tap),
         page_table.shape[1] * (page_size // block_size),
         scale * score_tile.LOG2_E.value,
