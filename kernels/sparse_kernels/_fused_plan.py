@@ -33,8 +33,6 @@ CLOSED = tl.constexpr(1 << 30)
 class FusedConfig:
     """Launch options of the kernel."""
 
-    pages: int
-    """Pages that are scanned together, one by each warp if there are as many."""
     tile: int
     """Tokens that are attended to together."""
     num_warps: int
@@ -44,11 +42,23 @@ class FusedConfig:
     """Registers of a thread at most, so that this many programs run on a multiprocessor."""
 
 
-def fused_config(head_dim: int, dtype: torch.dtype) -> FusedConfig:
-    """The options for a head dimension and KV dtype: 16 warps a multiprocessor, and tiles of at most 16 KiB of KV."""
-    tile = max(16, min(64, 16384 // (2 * triton.next_power_of_2(head_dim) * dtype.itemsize)))
-    registers = 128 if dtype.itemsize == 2 else None
-    return FusedConfig(pages=4, tile=tile, num_warps=4, num_stages=3, programs_per_sm=4, registers=registers)
+def fused_config(group_size: int, head_dim: int, page_size: int, block_size: int, dtype: torch.dtype) -> FusedConfig:
+    """The options for these sizes and a KV dtype.
+
+    A warp scans a page of 64 tokens and 128 channels for four heads; more share a program only for larger tiles, since
+    they meet at barriers for every page. Two of five stages are those of the tile's place, so that two tiles are in
+    flight while one is worked on.
+    """
+    half = dtype.itemsize == 2
+    size = page_size * triton.next_power_of_2(head_dim) * max(4, triton.next_power_of_2(group_size))
+    warps = min(8, max(1, size // (8192 * 4)) * (1 if half else 4))
+    return FusedConfig(
+        tile=max(16, min(block_size, 4096 // (triton.next_power_of_2(head_dim) * dtype.itemsize))),
+        num_warps=warps,
+        num_stages=5,
+        programs_per_sm=max(2, 10 // warps),
+        registers=200 if half and warps == 1 else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,8 @@ class FusedWorkspace:
     Attributes:
         parts: what programs leave of rows that they share; see `AttentionWorkspace`.
         counts: `[2 * num_programs]` int32, blocks kept in each part.
-        notes: `[num_programs, 3, CHUNK]` int32: physical pages, their closed and forced bits, their kept bits.
+        notes: `[num_programs, CHUNK]` int64: physical page in the upper half, `CLOSED` and forced blocks in the lower.
+        kept_bits: `[num_programs, CHUNK]` int32: bit j for a page's block j.
         slots: `[num_programs, CHUNK * blocks of a page]` int32: first slots of the kept blocks.
         dropped: `[num_programs, CHUNK * cells of a page, G]` fp32: mass of the dropped blocks, over that of a token at
             the pseudo-maximum.
@@ -67,6 +78,7 @@ class FusedWorkspace:
     parts: AttentionWorkspace
     counts: torch.Tensor
     notes: torch.Tensor
+    kept_bits: torch.Tensor
     slots: torch.Tensor
     dropped: torch.Tensor
 
@@ -100,7 +112,7 @@ class FusedWorkspace:
             ValueError: a size is out of range.
         """
         check_sizes(page_size, block_size)
-        config = config or fused_config(head_dim, dtype)
+        config = config or fused_config(group_size, head_dim, page_size, block_size, dtype)
         programs = num_programs or planned_programs(torch.empty(0, device=device), config.programs_per_sm)
 
         def int32(*shape: int) -> torch.Tensor:
@@ -109,7 +121,8 @@ class FusedWorkspace:
         return cls(
             parts=AttentionWorkspace.create(programs, group_size, head_dim, device),
             counts=int32(2 * programs),
-            notes=int32(programs, 3, CHUNK),
+            notes=torch.empty(programs, CHUNK, dtype=torch.int64, device=device),
+            kept_bits=int32(programs, CHUNK),
             slots=int32(programs, CHUNK * (page_size // block_size)),
             dropped=torch.empty(programs, CHUNK * cells, group_size, dtype=torch.float32, device=device),
         )
@@ -121,7 +134,7 @@ class FusedWorkspace:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held."""
-        own = (self.counts, self.notes, self.slots, self.dropped)
+        own = (self.counts, self.notes, self.kept_bits, self.slots, self.dropped)
         return self.parts.nbytes + sum(tensor.nbytes for tensor in own)
 
     def check(self, group_size: int, head_dim: int, page_size: int, block_size: int, cells: int) -> None:
@@ -129,14 +142,16 @@ class FusedWorkspace:
         n = self.num_programs
         check_shape("workspace.parts.partial_out", self.parts.partial_out, 2 * n, group_size, head_dim)
         check_shape("workspace.counts", self.counts, 2 * n)
-        check_shape("workspace.notes", self.notes, n, 3, CHUNK)
+        check_shape("workspace.notes", self.notes, n, CHUNK)
+        check_dtype("workspace.notes", self.notes, torch.int64)
+        check_shape("workspace.kept_bits", self.kept_bits, n, CHUNK)
         check_shape("workspace.slots", self.slots, n, CHUNK * (page_size // block_size))
         check_shape("workspace.dropped", self.dropped, n, None, group_size)
         if self.dropped.shape[1] < CHUNK * cells:
             raise ValueError(f"workspace.dropped has room for {self.dropped.shape[1]} cells; needed: {CHUNK * cells}")
-        for name in ("counts", "notes", "slots"):
+        for name in ("counts", "kept_bits", "slots"):
             check_dtype(f"workspace.{name}", getattr(self, name), torch.int32)
-        for name in ("counts", "notes", "slots", "dropped"):
+        for name in ("counts", "notes", "kept_bits", "slots", "dropped"):
             check_contiguous(f"workspace.{name}", getattr(self, name))
 
 

@@ -11,7 +11,7 @@ from . import _bfloat16_bits as bfloat16_bits
 from . import _fused_plan as plan
 from . import _score_tile as score_tile
 from ._dispatch import INTERPRETED
-from .block_mass_thumbnail import _high_plane, _levels
+from .block_mass_thumbnail import _high_plane, _levels, _load_bounds, _split_subs
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -19,6 +19,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 @triton.jit
 def note_pages(
     notes,
+    kept_bits,
     pages,
     first,
     count,
@@ -30,8 +31,8 @@ def note_pages(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Notes the pages of `count` units from `first` on: physical page, forced blocks and whether it is closed, and the
-    forced blocks once more as those to keep. `keeps_all` forces all, and leaves no page to scan."""
+    """Notes the pages of `count` units from `first` on: whether it is to be scanned, its forced blocks, and in the upper
+    half the physical page. The forced blocks are to be kept too. `keeps_all` forces all, and leaves no page to scan."""
     BLOCKS: tl.constexpr = PAGE // BLOCK
     index = tl.arange(0, CHUNK)
     inside = index < count
@@ -44,9 +45,9 @@ def note_pages(
     forced = (((1 << sinks) - 1) | (-1 << free)) & present
     forced = tl.where(inside, tl.where(keeps_all, present, forced), 0)
     closed = inside & (page < length // PAGE) & (not keeps_all)
-    tl.store(notes + index, physical)
-    tl.store(notes + CHUNK + index, tl.where(closed, forced | plan.CLOSED, forced))
-    tl.store(notes + 2 * CHUNK + index, forced)
+    noted = tl.where(closed, forced | plan.CLOSED, forced)
+    tl.store(notes + index, (physical.to(tl.int64) << 32) | noted.to(tl.int64))
+    tl.store(kept_bits + index, forced)
 
 
 @triton.jit
@@ -55,71 +56,14 @@ def _or(a, b):
 
 
 @triton.jit
-def _kept_bits(passed, PAGES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Bit j of a page: whether a token of its block j passed for any head. `passed` is `[PAGES, PAGE, GROUP]`."""
-    GROUP: tl.constexpr = passed.shape[2]
-    bits = passed.to(tl.int32) << (tl.arange(0, PAGE) // BLOCK)[None, :, None]
+def _kept_bits(failed, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Bit j: whether a token of the page's block j did not fail for some head. `failed` is `[PAGE, GROUP]`."""
+    bits = tl.where(failed, 0, (1 << (tl.arange(0, PAGE) // BLOCK))[:, None])
     if _INTERPRETED:
-        by_block = tl.max(tl.reshape(bits, (PAGES, PAGE // BLOCK, BLOCK * GROUP)), 2)
-        return tl.sum(by_block, 1)
+        by_block = tl.max(tl.reshape(bits, (PAGE // BLOCK, BLOCK * failed.shape[1])), 1)
+        return tl.sum(by_block, 0)
     else:
-        return tl.reduce(tl.reshape(bits, (PAGES, PAGE * GROUP)), 1, _or)
-
-
-@triton.jit
-def _channels(sub, rows, D: tl.constexpr, SUBS: tl.constexpr, WORDS: tl.constexpr):
-    """The channels whose codes sub-range `sub` holds in column `rows`."""
-    if WORDS:
-        return sub % 2 * (D // 2) + 2 * rows + sub // 2
-    else:
-        return sub * (D // SUBS) + rows
-
-
-@triton.jit
-def _bounds(low_step, summary, sub, rows, real, D: tl.constexpr, SUBS: tl.constexpr, WORDS: tl.constexpr):
-    """Low and step of the channels of sub-range `sub`, `[PAGES, ROWS]` fp32."""
-    bounds = low_step + summary * (2 * D) + _channels(sub, rows, D, SUBS, WORDS)
-    low = tl.load(bounds, mask=real, other=0)
-    step = tl.load(bounds + D, mask=real, other=0)
-    return bfloat16_bits.to_float(low), bfloat16_bits.to_float(step)
-
-
-@triton.jit
-def _fold(query, low, step, inverse_factor, HALF: tl.constexpr, WORDS: tl.constexpr):
-    """A sub-range of the query with the step folded in, in the type of the levels, and its products with low:
-    `[PAGES, ROWS, GROUP]` both."""
-    bias = query * low[:, :, None]
-    folded = query * (step * inverse_factor)[:, :, None]
-    if WORDS:
-        # A query so large that its product with a step leaves float16's range is kept at its end.
-        folded = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [folded], tl.float16, is_pure=True, pack=2
-        )
-    elif HALF:
-        # Codes go into the product as 128 + code (see `_levels`): 128 times the rounded query is too much.
-        folded, rounded = bfloat16_bits.round_half_up(folded)
-        bias -= 128.0 * rounded
-    return folded, bias
-
-
-@triton.jit
-def _query(
-    q,
-    sub,
-    rows,
-    heads,
-    head_stride,
-    scale_log2,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    SUBS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """The row's queries in the channels of a sub-range, `[1, ROWS, GROUP]` fp32, scaled."""
-    channels = _channels(sub, rows, D, SUBS, WORDS)
-    pointers = q + heads[None, None, :] * head_stride + channels[None, :, None]
-    real = (rows < D // SUBS)[None, :, None] & (heads < G)[None, None, :]
-    return tl.load(pointers, mask=real, other=0.0).to(tl.float32) * scale_log2
+        return tl.reduce(tl.reshape(bits, (PAGE * failed.shape[1],)), 0, _or)
 
 
 @triton.jit
@@ -129,6 +73,7 @@ def scan_pages(
     codes,
     low_step,
     notes,
+    kept_bits,
     dropped,
     count,
     h,
@@ -142,14 +87,14 @@ def scan_pages(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     SUB_ROWS: tl.constexpr,
-    PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     CELLS: tl.constexpr,
-    CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Scans the closed ones of `count` noted pages: notes the blocks to keep, and with CELLS the mass of the others.
+
+    The products are those of `block_mass_thumbnail`, which explains them.
 
     Args:
         q: the row's queries.
@@ -162,81 +107,89 @@ def scan_pages(
     SUBS: tl.constexpr = 2 if BITS == 4 and not HALF else 4
     BYTES: tl.constexpr = D // SUBS
     UNIT: tl.constexpr = 16777216.0 if WORDS else 1.0
-    # What `_levels` multiplies the codes of a sub-range with, inverted.
-    INVERSE_1: tl.constexpr = 0.0625 if WORDS else (0.125 if BITS == 4 else 0.25)
-    INVERSE_2: tl.constexpr = 1.0 if WORDS else 0.0625
-    INVERSE_3: tl.constexpr = 0.0625
-    rows = tl.arange(0, SUB_ROWS)
+    # Row r of the folded query belongs to column r % SUB_ROWS of sub-range r // SUB_ROWS.
+    rows = tl.arange(0, SUBS * SUB_ROWS)[:, None]
+    subs = rows // SUB_ROWS
+    channels = subs * BYTES + rows % SUB_ROWS
+    real = rows % SUB_ROWS < BYTES
+    if WORDS:
+        channels = subs % 2 * (D // 2) + 2 * (rows % SUB_ROWS) + subs // 2
+        inverse_factor = tl.where(subs % 2 == 0, 1.0, 0.0625)
+    elif BITS == 4:
+        inverse_factor = tl.where(subs == 0, 1.0, 0.125)
+    else:
+        inverse_factor = tl.where(subs == 0, 1.0, tl.where(subs == 1, 0.25, 0.0625))
     heads = tl.arange(0, GROUP)
-    tokens = tl.arange(0, PAGE)
-    pages = tl.arange(0, PAGES)
-    q0 = _query(q, 0, rows, heads, q_head_stride, scale_log2, D, G, SUBS, WORDS)
-    q1 = _query(q, 1, rows, heads, q_head_stride, scale_log2, D, G, SUBS, WORDS)
-    q2 = q0
-    q3 = q1
-    if SUBS == 4:
-        q2 = _query(q, 2, rows, heads, q_head_stride, scale_log2, D, G, SUBS, WORDS)
-        q3 = _query(q, 3, rows, heads, q_head_stride, scale_log2, D, G, SUBS, WORDS)
-    for start in tl.range(0, count, PAGES, num_stages=STAGES):
-        # Notes reach to a multiple of PAGES: CHUNK is one.
-        noted = tl.load(notes + CHUNK + start + pages)
-        closed = noted >= plan.CLOSED
-        summary = tl.load(notes + start + pages).to(tl.int64) * kv_heads + h
+    tokens = tl.arange(0, PAGE)[:, None]
+    columns = tl.arange(0, SUB_ROWS)[None, :]
+    pointers = tl.max_contiguous(q + heads[None, :] * q_head_stride + channels, [1, 1])
+    query = tl.load(pointers, mask=real & (heads < G)[None, :], other=0.0).to(tl.float32) * scale_log2
+    # Pages without a summary are not read.
+    noted = tl.load(notes)
+    summary = (noted >> 32) * kv_heads + h
+    closed = noted.to(tl.int32) >= plan.CLOSED
+    low, step = _load_bounds(low_step, summary, channels, real & closed, D)
+    for index in tl.range(0, count, num_stages=STAGES):
+        noted = tl.load(notes + index)
+        packed_rows = (noted >> 32) * kv_heads + h
+        noted_bits = noted.to(tl.int32)
+        closed = noted_bits >= plan.CLOSED
         if WORDS:
-            packed_rows = codes.to(tl.pointer_type(tl.int16)) + summary[:, None, None] * (PAGE * D // 4)
-            packed_rows += tokens[None, :, None] * (D // 4)
+            packed_rows = codes.to(tl.pointer_type(tl.int16)) + (packed_rows * PAGE + tokens) * (D // 4)
         else:
-            packed_rows = codes + summary[:, None, None] * (PAGE * D * BITS // 8)
-            packed_rows += tokens[None, :, None] * (D * BITS // 8)
-        real = closed[:, None, None] & (rows < BYTES)[None, None, :]
-        packed = tl.load(packed_rows + rows[None, None, :], mask=real, other=0)
+            packed_rows = codes + (packed_rows * PAGE + tokens) * (D * BITS // 8)
+        packed = tl.load(packed_rows + columns, mask=(columns < BYTES) & closed, other=0)
         high = packed
         if BITS == 3:
-            high = tl.load(packed_rows + BYTES + rows[None, None, :] % (BYTES // 2), mask=real, other=0)
-            high = _high_plane(high, rows[None, None, :], BYTES, HALF)
-        column = rows[None, :]
-        in_sub = closed[:, None] & (column < BYTES)
-        low, step = _bounds(low_step, summary[:, None], 0, column, in_sub, D, SUBS, WORDS)
-        f0, bias = _fold(q0, low, step, 1.0, HALF, WORDS)
-        low, step = _bounds(low_step, summary[:, None], 1, column, in_sub, D, SUBS, WORDS)
-        f1, more = _fold(q1, low, step, INVERSE_1, HALF, WORDS)
-        bias += more
+            high = tl.load(packed_rows + BYTES + columns % (BYTES // 2), mask=(columns < BYTES) & closed, other=0)
+            high = _high_plane(high, columns, BYTES, HALF)
+        # The bounds of the next page, in flight while this one is scored.
+        noted = tl.load(notes + tl.minimum(index + 1, count - 1))
+        summary = (noted >> 32) * kv_heads + h
+        next_closed = noted.to(tl.int32) >= plan.CLOSED
+        next_low, next_step = _load_bounds(low_step, summary, channels, real & next_closed, D)
+        bias = query * bfloat16_bits.to_float(low)
+        folded = query * (inverse_factor * bfloat16_bits.to_float(step))
+        if WORDS:
+            # A query so large that its product with a step leaves float16's range is kept at its end.
+            folded = tl.inline_asm_elementwise(
+                "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [folded], tl.float16, is_pure=True, pack=2
+            )
+        elif HALF:
+            # Codes go into the product as 128 + code (see `_levels`): 128 times the rounded query is too much.
+            folded, rounded = bfloat16_bits.round_half_up(folded)
+            bias -= 128.0 * rounded
+        f0, f1, f2, f3 = _split_subs(folded, SUBS)
+        row_bias = tl.sum(bias, 0)
         scores = tl.dot(_levels(packed, high, 0, BITS, HALF), f0, input_precision="ieee")
         scores = tl.dot(_levels(packed, high, 1, BITS, HALF), f1, scores, input_precision="ieee")
         if SUBS == 4:
-            low, step = _bounds(low_step, summary[:, None], 2, column, in_sub, D, SUBS, WORDS)
-            f2, more = _fold(q2, low, step, INVERSE_2, HALF, WORDS)
-            bias += more
-            low, step = _bounds(low_step, summary[:, None], 3, column, in_sub, D, SUBS, WORDS)
-            f3, more = _fold(q3, low, step, INVERSE_3, HALF, WORDS)
-            bias += more
             scores = tl.dot(_levels(packed, high, 2, BITS, HALF), f2, scores, input_precision="ieee")
             scores = tl.dot(_levels(packed, high, 3, BITS, HALF), f3, scores, input_precision="ieee")
-        row_bias = tl.sum(bias, 1)
-        # Products are compared as they are: score = product * UNIT + bias.
-        limit = (least[None, :] - row_bias) * (1.0 / UNIT)
-        passed = (scores >= limit[:, None, :]) | (limit != limit)[:, None, :] | (scores != scores)
-        passed = passed & (heads < G)[None, None, :]
-        bits = tl.where(closed, _kept_bits(passed, PAGES, PAGE, BLOCK), 0) | (noted & (plan.CLOSED - 1))
-        tl.store(notes + 2 * CHUNK + start + pages, bits)
+        # Products are compared as they are: score = product * UNIT + bias. What is no number does not fail.
+        failed = scores < ((least - row_bias) * (1.0 / UNIT))[None, :]
+        if G < GROUP:
+            failed = failed | (heads >= G)[None, :]
+        bits = tl.where(closed, _kept_bits(failed, PAGE, BLOCK), 0) | (noted_bits & (plan.CLOSED - 1))
+        tl.store(kept_bits + index, bits)
         if CELLS:
-            is_kept = (bits[:, None] >> (tokens // BLOCK)[None, :]) & 1
-            mass = score_tile.exp2(scores * UNIT + (row_bias - highest[None, :])[:, None, :])
-            mass = tl.where((is_kept == 0)[:, :, None] & closed[:, None, None], mass, 0.0)
-            mass = tl.sum(tl.reshape(mass, (PAGES, CELLS, PAGE // CELLS, GROUP)), 2)
-            cell = (start + pages)[:, None] * CELLS + tl.arange(0, CELLS)[None, :]
-            places = dropped + cell[:, :, None] * G + heads[None, None, :]
-            tl.store(places, mass, mask=tl.broadcast_to((heads < G)[None, None, :], mass.shape))
+            is_dropped = (((bits >> (tokens // BLOCK)) & 1) == 0) & closed
+            mass = score_tile.exp2(scores * UNIT + (row_bias - highest)[None, :])
+            mass = tl.where(is_dropped, mass, 0.0)
+            mass = tl.sum(tl.reshape(mass, (CELLS, PAGE // CELLS, GROUP)), 1)
+            places = dropped + (index * CELLS + tl.arange(0, CELLS)[:, None]) * G + heads[None, :]
+            tl.store(places, mass, mask=tl.broadcast_to((heads < G)[None, :], mass.shape))
+        low, step = next_low, next_step
 
 
 @triton.jit
-def list_blocks(notes, slots, CHUNK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def list_blocks(notes, kept_bits, slots, CHUNK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Lists the first slots of the blocks that are to be kept of the noted pages; returns their number."""
     BLOCKS: tl.constexpr = PAGE // BLOCK
     index = tl.arange(0, CHUNK)
     block = tl.arange(0, BLOCKS)
-    bits = tl.load(notes + 2 * CHUNK + index)
-    physical = tl.load(notes + index)
+    bits = tl.load(kept_bits + index)
+    physical = (tl.load(notes + index) >> 32).to(tl.int32)
     kept = (bits[:, None] >> block[None, :]) & 1
     in_page = tl.sum(kept, 1)
     up_to_page = tl.cumsum(in_page, 0)

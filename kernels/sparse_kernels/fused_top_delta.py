@@ -194,7 +194,6 @@ def _add_tail(
     D: tl.constexpr,
     CELLS: tl.constexpr,
     TILE_CELLS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """A running softmax with the mean values of `count` noted pages, weighted by the dropped mass of their cells, which
     is relative to a token of score `pseudo_highest [GROUP]`."""
@@ -205,13 +204,13 @@ def _add_tail(
     factor = tl.exp2(pseudo_highest - new_highest)
     weight_sum = weight_sum * decay
     acc = acc * decay[None, :]
-    for start in range(0, count * CELLS, TILE_CELLS):
+    # Most rows have one such tile, or few.
+    for start in tl.range(0, count * CELLS, TILE_CELLS, num_stages=1):
         cell = start + tl.arange(0, TILE_CELLS)
         inside = cell < count * CELLS
-        noted = tl.load(notes + CHUNK + cell // CELLS, mask=inside, other=0)
-        closed = noted >= plan.CLOSED
-        page = tl.load(notes + cell // CELLS, mask=inside, other=0).to(tl.int64)
-        places = (page * kv_heads + h) * CELLS + cell % CELLS
+        noted = tl.load(notes + cell // CELLS, mask=inside, other=0)
+        closed = noted.to(tl.int32) >= plan.CLOSED
+        places = ((noted >> 32) * kv_heads + h) * CELLS + cell % CELLS
         means = tl.load(
             means_ptr + places[None, :] * D + channels[:, None],
             mask=closed[None, :] & (channels < D)[:, None],
@@ -228,7 +227,7 @@ def _add_tail(
 
 @triton.jit
 def _fill_tap(
-    notes,
+    kept_bits,
     first,
     count,
     kept,
@@ -243,7 +242,7 @@ def _fill_tap(
     BLOCKS: tl.constexpr = PAGE // BLOCK
     index = tl.arange(0, CHUNK)
     block = tl.arange(0, BLOCKS)
-    bits = tl.load(notes + 2 * CHUNK + index)
+    bits = tl.load(kept_bits + index)
     page = plan.row_page(tl.minimum(first + index, first + count - 1), row_pages)
     flags = (bits[:, None] >> block[None, :]) & 1
     in_page = tl.sum(flags, 1)
@@ -272,6 +271,7 @@ def _fused_top_delta_kernel(
     partial_sum_ptr,
     partial_counts,
     notes_ptr,
+    kept_bits_ptr,
     slots_ptr,
     dropped_ptr,
     tap_source,
@@ -314,7 +314,6 @@ def _fused_top_delta_kernel(
     SUB_ROWS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PAGES: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     FORCED_TILE: tl.constexpr,
@@ -326,7 +325,8 @@ def _fused_top_delta_kernel(
 ):
     program = tl.program_id(0)
     unit, end = work_split.program_share(seq_lens, batch, kv_heads, 0, PAGE, 1, REQUESTS)
-    notes = notes_ptr + program * (3 * CHUNK)
+    notes = notes_ptr + program * CHUNK
+    kept_bits = kept_bits_ptr + program * CHUNK
     slots = slots_ptr + program * (CHUNK * (PAGE // BLOCK))
     dropped = dropped_ptr + program * dropped_size
     heads = tl.arange(0, GROUP)
@@ -371,7 +371,7 @@ def _fused_top_delta_kernel(
             count = tl.minimum(last - start, CHUNK)
             # What other threads noted, or still read, of the chunk before.
             tl.debug_barrier()
-            fused_scan.note_pages(notes, pages, start, count, length, sink, tail, not tests, CHUNK, PAGE, BLOCK)
+            fused_scan.note_pages(notes, kept_bits, pages, start, count, length, sink, tail, not tests, CHUNK, PAGE, BLOCK)
             tl.debug_barrier()
             if tests:
                 fused_scan.scan_pages(
@@ -380,6 +380,7 @@ def _fused_top_delta_kernel(
                     codes,
                     low_step,
                     notes,
+                    kept_bits,
                     dropped,
                     count,
                     h,
@@ -393,21 +394,19 @@ def _fused_top_delta_kernel(
                     GROUP,
                     D,
                     SUB_ROWS,
-                    PAGES,
                     PAGE,
                     BLOCK,
                     CELLS,
-                    CHUNK,
                     STAGES,
                 )
                 tl.debug_barrier()
-            kept_now = fused_scan.list_blocks(notes, slots, CHUNK, PAGE, BLOCK)
+            kept_now = fused_scan.list_blocks(notes, kept_bits, slots, CHUNK, PAGE, BLOCK)
             tl.debug_barrier()
             kept += kept_now
             if tap_target is not None:  # noqa: SIM102 - a condition of the compiler's
                 if (tl.load(tap_target) == layer) & (tl.load(tap_target + 1) == first_row + request):
                     _fill_tap(
-                        notes,
+                        kept_bits,
                         start,
                         count,
                         kept_now,
@@ -461,7 +460,6 @@ def _fused_top_delta_kernel(
                         D,
                         CELLS,
                         TILE_CELLS,
-                        CHUNK,
                     )
 
             if is_whole & (start + count == last):
@@ -543,6 +541,7 @@ def _fused_top_delta_triton(
         parts.partial_sum,
         workspace.counts,
         workspace.notes,
+        workspace.kept_bits,
         workspace.slots,
         workspace.dropped,
         *_tap_arguments(tap),
@@ -575,7 +574,6 @@ def _fused_top_delta_triton(
         SUB_ROWS=triton.next_power_of_2(head_dim // (2 if bits == 4 and not half else 4)),
         PAGE=page_size,
         BLOCK=block_size,
-        PAGES=config.pages,
         CHUNK=plan.CHUNK,
         TILE=config.tile,
         FORCED_TILE=16,
@@ -705,5 +703,6 @@ def fused_top_delta(
     if workspace is None:
         raise ValueError("workspace is needed by the Triton kernels")
     workspace.check(heads // kv_heads, head_dim, page_size, block_size, cells)
+    config = config or plan.fused_config(heads // kv_heads, head_dim, page_size, block_size, q.dtype)
     if batch:
-        _fused_top_delta_triton(*inputs, **arguments, config=config or plan.fused_config(head_dim, q.dtype))
+        _fused_top_delta_triton(*inputs, **arguments, config=config)

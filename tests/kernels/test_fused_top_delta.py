@@ -65,7 +65,7 @@ class Fused:
 
     def run(self, impl, tap=None):
         c = self.case
-        for name in ("notes", "slots", "dropped", "counts"):
+        for name in ("notes", "kept_bits", "slots", "dropped", "counts"):
             tensor = getattr(self.workspace, name)
             tensor.copy_(poisoned(*tensor.shape, dtype=tensor.dtype))
         fused_top_delta(
