@@ -1,4 +1,4 @@
-"""Launch options of the fused pass: warps, pages scanned together, programs a multiprocessor, tiles and stages."""
+"""Launch options of the fused pass: warps, programs a multiprocessor, tiles and stages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from sparse_kernels.fused_top_delta import FusedConfig
 from .bench_fused_top_delta import Summaries, cases, make_workspace, moved_bytes
 from .common import Measurement, Suite, time_in_turn
 
-CONFIGS = (
-    FusedConfig(pages=4, tile=32, num_warps=4, num_stages=3, programs_per_sm=4, registers=128),
-    FusedConfig(pages=4, tile=64, num_warps=4, num_stages=2, programs_per_sm=3, registers=168),
-    FusedConfig(pages=4, tile=64, num_warps=4, num_stages=3, programs_per_sm=2, registers=None),
-    FusedConfig(pages=8, tile=64, num_warps=8, num_stages=3, programs_per_sm=2, registers=128),
-    FusedConfig(pages=8, tile=64, num_warps=4, num_stages=2, programs_per_sm=3, registers=168),
-    FusedConfig(pages=2, tile=32, num_warps=2, num_stages=3, programs_per_sm=8, registers=128),
-    FusedConfig(pages=2, tile=32, num_warps=2, num_stages=3, programs_per_sm=6, registers=168),
-    FusedConfig(pages=1, tile=16, num_warps=1, num_stages=3, programs_per_sm=12, registers=168),
-    FusedConfig(pages=1, tile=32, num_warps=1, num_stages=2, programs_per_sm=8, registers=None),
+CONFIGS = tuple(
+    FusedConfig(tile=tile, num_warps=warps, num_stages=stages, programs_per_sm=programs, registers=registers)
+    for tile, warps, stages, programs, registers in (
+        (16, 1, 5, 10, 200),
+        (16, 1, 5, 8, None),
+        (16, 1, 5, 12, 168),
+        (16, 1, 7, 8, None),
+        (16, 1, 3, 12, 168),
+        (32, 1, 5, 6, None),
+        (16, 1, 5, 6, None),
+        (64, 2, 5, 3, None),
+        (64, 4, 3, 3, 168),
+    )
 )
 
 
@@ -31,8 +34,8 @@ def run(suite: Suite) -> Iterator[Measurement]:
             made = cases(suite, summaries, size, context, kept)
             for config in CONFIGS:
                 name = (
-                    f"{config.num_warps} warps, {config.pages} pages, tile {config.tile}, {config.num_stages} stages, "
-                    f"{config.programs_per_sm} a SM, kept {kept}"
+                    f"{config.num_warps} warps, tile {config.tile}, {config.num_stages} stages, "
+                    f"{config.programs_per_sm} a SM, {config.registers} registers, kept {kept}"
                 )
                 workspace = make_workspace(suite, config)
                 made[0].check(name, workspace, True, config)

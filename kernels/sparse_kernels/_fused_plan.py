@@ -19,7 +19,7 @@ from ._attention_plan import AttentionWorkspace
 from ._checks import check_contiguous, check_dtype, check_shape, check_sizes
 from ._dispatch import planned_programs
 
-CHUNK = 128
+CHUNK = 64
 """Pages that a program scans before it attends to what it kept of them."""
 
 STRANDS = tl.constexpr(32)

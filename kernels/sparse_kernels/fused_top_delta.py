@@ -23,7 +23,7 @@ from ._fused_plan import FusedConfig, FusedWorkspace
 from ._select import _tap_arguments
 from .attention_tail import AttentionTail
 from .block_mass_thumbnail import block_mass_thumbnail_reference
-from .pseudo_maximum import forced_range, pseudo_maximum_reference, row_maximum
+from .pseudo_maximum import forced_range, forced_tile, pseudo_maximum_reference, row_maximum
 from .selection_tap import TapPoint
 from .sparse_attention import sparse_attention_reference
 from .thumbnail import BITS, check_thumbnails
@@ -576,7 +576,7 @@ def _fused_top_delta_triton(
         BLOCK=block_size,
         CHUNK=plan.CHUNK,
         TILE=config.tile,
-        FORCED_TILE=16,
+        FORCED_TILE=forced_tile(page_size, head_dim, q.dtype),
         CELLS=0 if value_means is None else value_means.shape[2],
         TILE_CELLS=TAIL_CELLS,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),

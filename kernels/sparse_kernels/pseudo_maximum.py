@@ -50,6 +50,11 @@ def pseudo_maximum_reference(
         out[row.index] = torch.cat((scores, lowest), -1).amax(-1)
 
 
+def forced_tile(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens that `row_maximum` scores together: part of a page, 8 KiB of keys."""
+    return max(16, min(page_size, 8192 // (triton.next_power_of_2(head_dim) * dtype.itemsize)))
+
+
 @triton.jit
 def forced_range(length, sink_blocks, window_tokens, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """A row's forced blocks: those below the first and those from the second number on."""
@@ -82,23 +87,26 @@ def row_maximum(
         keys: the pool, at the row's KV head.
         pages: the row of the page table.
     """
-    # Forced tokens in a sequence of their own: those of the sink blocks, then those from `tail` on.
-    skipped = (tail - sink) * BLOCK
-    count = length - skipped
-    tokens = tl.arange(0, T)
+    # Tiles are parts of pages, so that a tile's address is a scalar: first those of the sinks, then those from `tail` on.
+    sink_end = tl.minimum(sink * BLOCK, length)
+    sink_tiles = tl.cdiv(sink_end, T)
+    first_tile = tail * BLOCK // T
+    tiles = sink_tiles + tl.cdiv(length, T) - first_tile
+    within = tl.arange(0, T)
     channels = tl.arange(0, query.shape[0])[None, :]
-    offsets = tokens[:, None] * slot_stride + channels
+    offsets = within[:, None] * slot_stride + channels
     highest = tl.full((query.shape[1],), float("-inf"), tl.float32)
-    # A tile lies in one page: its address is a scalar, and the offsets in it are those of every other tile.
-    STEP: tl.constexpr = T if T < BLOCK else BLOCK
-    for start in tl.range(0, count, STEP, num_stages=STAGES):
-        first = tl.where(start < sink * BLOCK, start, start + skipped)
+    for index in tl.range(0, tiles, num_stages=STAGES):
+        is_sink = index < sink_tiles
+        first = tl.where(is_sink, index, index - sink_tiles + first_tile) * T
+        begin = tl.where(is_sink, 0, tail * BLOCK - first)
+        end = tl.where(is_sink, sink_end, length) - first
         slot = tl.load(pages + first // PAGE).to(tl.int64) * PAGE + first % PAGE
-        inside = (tokens < STEP) & (start + tokens < count)
-        mask = inside[:, None] & (channels < D)
-        tile = tl.load(keys + slot * slot_stride + offsets, mask=mask, other=0.0)
+        # Slots of the page beyond these tokens may hold anything; theirs is a row each, which gets -inf below.
+        tile = tl.load(keys + slot * slot_stride + offsets, mask=channels < D, other=0.0)
         scores = tl.dot(tile, query, input_precision="ieee") * scale_log2
         scores = tl.where(scores == scores, scores, float("inf"))
+        inside = (within >= begin) & (within < end)
         highest = tl.maximum(highest, tl.max(tl.where(inside[:, None], scores, float("-inf")), 0))
     return highest
 
@@ -138,7 +146,7 @@ def _pseudo_maximum_kernel(
         query = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP)
         pages = page_table + b.to(tl.int64) * page_table_stride
         keys = k_pool + h * head_stride
-        highest = row_maximum(query, keys, slot_stride, pages, length, sink, tail, scale_log2, T, D, PAGE, BLOCK, 3)
+        highest = row_maximum(query, keys, slot_stride, pages, length, sink, tail, scale_log2, T, D, PAGE, BLOCK, 5)
         heads = tl.arange(0, GROUP)
         row = out + b.to(tl.int64) * out_batch_stride + h * out_head_stride
         tl.store(row + heads, highest * score_tile.LN_2, mask=heads < G)
@@ -238,6 +246,6 @@ def pseudo_maximum(
         ROWS=triton.next_power_of_2(head_dim),
         PAGE=page_size,
         BLOCK=block_size,
-        T=max(16, min(block_size, 32)),
+        T=forced_tile(page_size, head_dim, q.dtype),
         num_warps=4,
     )
