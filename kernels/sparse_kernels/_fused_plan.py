@@ -22,6 +22,9 @@ from ._dispatch import planned_programs
 CHUNK = 64
 """Pages that a program scans before it attends to what it kept of them."""
 
+REGISTERS = 65536
+"""Of a multiprocessor, shared by the threads of its programs in eights."""
+
 STRANDS = tl.constexpr(32)
 """Parts of a row that consecutive units take their pages from in turn."""
 
@@ -52,12 +55,13 @@ def fused_config(group_size: int, head_dim: int, page_size: int, block_size: int
     half = dtype.itemsize == 2
     size = page_size * triton.next_power_of_2(head_dim) * max(4, triton.next_power_of_2(group_size))
     warps = min(8, max(1, size // (8192 * 4)) * (1 if half else 4))
+    programs = max(2, 10 // warps)
     return FusedConfig(
         tile=max(16, min(block_size, 4096 // (triton.next_power_of_2(head_dim) * dtype.itemsize))),
         num_warps=warps,
         num_stages=5,
-        programs_per_sm=max(2, 10 // warps),
-        registers=200 if half and warps == 1 else None,
+        programs_per_sm=programs,
+        registers=min(255, REGISTERS // (32 * warps * programs) // 8 * 8),
     )
 
 
