@@ -39,5 +39,5 @@ def ever_lists(options: SparseDecodeOptions) -> bool:
 def describe(options: SparseDecodeOptions) -> str:
     """The paths of the options, for the log."""
     if not ever_fused(options):
-        return "lists"
+        return "lists (chosen by auto)" if can_fuse(options) and options.path == "auto" else "lists"
     return f"fused up to batch {FUSED_UP_TO}, then lists" if ever_lists(options) else "fused"

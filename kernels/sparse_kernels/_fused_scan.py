@@ -31,8 +31,8 @@ def note_pages(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Notes the pages of `count` units from `first` on: whether it is to be scanned, its forced blocks, and in the upper
-    half the physical page. The forced blocks are to be kept too. `keeps_all` forces all, and leaves no page to scan."""
+    """Notes the pages of `count` units from `first` on: whether they are to be scanned, their forced blocks, and in the
+    upper half the physical pages. Forced blocks are kept. `keeps_all` forces all, and leaves no page to scan."""
     BLOCKS: tl.constexpr = PAGE // BLOCK
     index = tl.arange(0, CHUNK)
     inside = index < count

@@ -87,7 +87,7 @@ def row_maximum(
         keys: the pool, at the row's KV head.
         pages: the row of the page table.
     """
-    # Tiles are parts of pages, so that a tile's address is a scalar: first those of the sinks, then those from `tail` on.
+    # Tiles are parts of pages, so that a tile's address is a scalar: those of the sinks, then those from `tail` on.
     sink_end = tl.minimum(sink * BLOCK, length)
     sink_tiles = tl.cdiv(sink_end, T)
     first_tile = tail * BLOCK // T

@@ -24,9 +24,7 @@ def delta_grid(base: Setting, deltas: Sequence[float]) -> list[Setting]:
     estimators: list[dict[str, Any]] = [{"estimator": "exact"}]
     estimators += [{"estimator": "thumbnail", "thumbnail_bits": bits} for bits in (4, 3, 2)]
     estimators += [{"estimator": "thumbnail", "thumbnail_bits": 4, "tail": "drop"}]
-    grid = [
-        changed(base, rule="top-delta", delta=delta, **estimator) for estimator in estimators for delta in deltas
-    ]
+    grid = [changed(base, rule="top-delta", delta=delta, **estimator) for estimator in estimators for delta in deltas]
     ffd = dataclasses.replace(base, candidate="symmetric-2bit")
     return grid + [changed(ffd, rule="top-delta", delta=delta) for delta in deltas]
 
