@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_sparse import sglang_compat, support
+from sglang_sparse import paths, sglang_compat, support
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry, table_pages
 from sglang_sparse.observe.audit import CoverageAudit
@@ -66,12 +66,13 @@ class SparseDecodeBackend(AttentionBackend):
             self.audit = CoverageAudit(self.step, key_pool=pool.get_key_buffer, scales=scales)
         self._prefill_backend: AttentionBackend | None = None
         logger.info(
-            "Sparse decode: %d of %d layers, estimator %s, rule %s, tail %s, page %d, block %d; "
+            "Sparse decode: %d of %d layers, estimator %s, rule %s, path %s, tail %s, page %d, block %d; "
             "page summaries %.2f GB, step buffers %.2f GB.",
             len(self.step.sparse_layers),
             len(layers),
             self.step.estimator.name,
             self.step.rule.name,
+            paths.describe(options),
             options.resolved_tail,
             pool.page_size,
             options.block_size,

@@ -8,6 +8,7 @@ from sparse_kernels.request_totals import FIELDS
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.memory import requests_per_turn
+from sglang_sparse.selection import Maxima
 
 
 class DecodeBuffers:
@@ -18,6 +19,8 @@ class DecodeBuffers:
         max_pages: pages of the longest request.
         thresholds: what the selection rule asks for in each layer and KV head.
         selects: False if no layer selects, so that masses and lists are never written.
+        lists: whether layers that select may do so by way of block lists; False if they all take the fused pass.
+        has_maxima: whether the rule compares scores.
         has_tail: whether the blocks that are not read are answered, which takes their mask.
     """
 
@@ -30,6 +33,8 @@ class DecodeBuffers:
         thresholds: list[list[float]],
         selects: bool,
         has_tail: bool,
+        lists: bool = True,
+        has_maxima: bool = False,
         device: torch.device | str,
     ) -> None:
         self._page_size = geometry.page_size
@@ -41,8 +46,10 @@ class DecodeBuffers:
         self.thresholds = by_head[:, None].expand(-1, max_requests, -1).contiguous()
         """`[layers, max_requests, Hkv]`."""
 
-        self.turn = requests_per_turn(geometry, max_pages, max_requests, has_tail)
-        rows = (self.turn if selects else 0, geometry.kv_heads)
+        self.turn = max_requests
+        if lists:
+            self.turn = requests_per_turn(geometry, max_pages, max_requests, has_tail, has_maxima)
+        rows = (self.turn if selects and lists else 0, geometry.kv_heads)
         blocks = max_pages * geometry.blocks_per_page
         self.log_mass = torch.empty((*rows, geometry.group_size, blocks), dtype=torch.float32, device=device)
         self.scratch = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
@@ -54,6 +61,7 @@ class DecodeBuffers:
         """Blocks that each request of the last step read, and blocks that it had, over layers and KV heads."""
         answered = rows[0] if has_tail else 0
         self.kept_mask = torch.empty((answered, geometry.kv_heads, blocks), dtype=torch.uint8, device=device)
+        self.maxima = Maxima.create(rows[0], geometry, blocks, device) if has_maxima else None
         self.attention = AttentionWorkspace.create(
             num_programs=None, group_size=geometry.group_size, head_dim=geometry.head_dim, device=device
         )
@@ -61,6 +69,8 @@ class DecodeBuffers:
     @property
     def bytes(self) -> int:
         tensors = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+        if self.maxima:
+            tensors += [self.maxima.blocks, self.maxima.pseudo]
         return sum(tensor.nbytes for tensor in tensors)
 
     def load(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 from sparse_kernels import AttentionTail, SelectionTap, TapPoint, request_totals, sparse_attention
 
+from sglang_sparse import paths
 from sglang_sparse.buffers import DecodeBuffers
 from sglang_sparse.control.state import DecodeControl
+from sglang_sparse.fused import FusedPass
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.counters import DecodeCounters
 from sglang_sparse.observe.layer_clock import ATTENTION, ESTIMATE, RULE, LayerClock, layer_to_time
 from sglang_sparse.options import SparseDecodeOptions
-from sglang_sparse.selection import make_estimator, make_rule
+from sglang_sparse.selection import PseudoMaximum, make_estimator, make_rule
 from sglang_sparse.summaries import PageSummaries
 from sglang_sparse.tail import make_tail
 
@@ -59,8 +61,12 @@ class DecodeStep:
             thresholds=[self.rule.thresholds(layer) for layer in range(layers)],
             selects=bool(self.sparse_layers),
             has_tail=self.tail is not None,
+            lists=paths.ever_lists(options),
+            has_maxima=self.rule.needs_maxima,
             device=device,
         )
+        self._pseudo_maximum = PseudoMaximum(options, geometry)
+        self.fused = FusedPass(options, geometry, device) if self.sparse_layers and paths.ever_fused(options) else None
         self.tap: SelectionTap | None = None
         if options.audit_rate > 0 and self.sparse_layers:
             self.tap = SelectionTap.create(
@@ -105,9 +111,12 @@ class DecodeStep:
             self.clock.enter(layer)
         if layer in self.summaries:
             self.summaries.update(layer, k_pool, v_pool, self.buffers.closing_pages[:batch])
-        for start in range(0, batch, self.buffers.turn):
-            turn = slice(start, min(start + self.buffers.turn, batch))
-            self._attend_turn(layer, q[turn], k_pool, v_pool, turn, scale, out[turn])
+        if self.fused and layer in self.summaries and paths.takes_fused(self.options, batch):
+            self._attend_fused(layer, q, k_pool, v_pool, scale, out)
+        else:
+            for start in range(0, batch, self.buffers.turn):
+                turn = slice(start, min(start + self.buffers.turn, batch))
+                self._attend_turn(layer, q[turn], k_pool, v_pool, turn, scale, out[turn])
         if layer == self.layers - 1:
             request_totals(
                 self.buffers.block_counts,
@@ -117,6 +126,30 @@ class DecodeStep:
                 block_size=self.geometry.block_size,
                 out=self.buffers.request_totals,
             )
+
+    def _attend_fused(
+        self, layer: int, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
+        """`attend` by the fused pass, for all requests at once: it has no buffers by request."""
+        assert self.fused is not None
+        b, batch = self.buffers, q.shape[0]
+        self.fused.attend(
+            q,
+            k_pool,
+            v_pool,
+            self.summaries[layer],
+            b.page_table[:batch],
+            b.seq_lens[:batch],
+            thresholds=b.thresholds[layer, :batch],
+            scale=scale,
+            out=out,
+            block_counts=b.block_counts[layer, :batch],
+            kept_total=self.counters.kept_blocks[layer],
+            value_means=self.summaries.value_means(layer) if self.tail else None,
+            tap=TapPoint(self.tap, layer, q) if self.tap is not None else None,
+        )
+        if self.clock:
+            self.clock.end(layer, ATTENTION)
 
     def _attend_turn(
         self,
@@ -136,6 +169,7 @@ class DecodeStep:
         tail = self.tail if layer in self.summaries else None
         if layer in self.summaries:
             block_lists, block_counts = b.block_lists[rows], b.block_counts[layer, turn]
+            maxima = b.maxima.rows(rows) if b.maxima else None
             self.estimator.block_mass(
                 q,
                 k_pool,
@@ -145,7 +179,18 @@ class DecodeStep:
                 scale=scale,
                 min_context=self.options.min_context,
                 out=b.log_mass[rows],
+                block_max=maxima.blocks if maxima else None,
             )
+            if maxima:
+                self._pseudo_maximum.write(
+                    q,
+                    k_pool,
+                    page_table,
+                    seq_lens,
+                    scale=scale,
+                    min_context=self.options.min_context,
+                    maxima=maxima,
+                )
             if self.clock:
                 self.clock.end(layer, ESTIMATE)
             self.rule.select(
@@ -158,6 +203,7 @@ class DecodeStep:
                 kept_total=self.counters.kept_blocks[layer],
                 kept_mask=b.kept_mask[rows] if tail else None,
                 tap=TapPoint(self.tap, layer, q, first_row=turn.start) if self.tap is not None else None,
+                maxima=maxima,
             )
             if self.clock:
                 self.clock.end(layer, RULE)

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.paths import ever_lists
 from sglang_sparse.selection import make_estimator, make_rule
 from sglang_sparse.tail import make_tail
 
@@ -13,15 +14,20 @@ MAX_STEP_BYTES = 256 << 20
 """The step's per-request buffers are sized for as many requests as fit; larger batches are served in turns."""
 
 
-def step_bytes_per_request(geometry: Geometry, max_pages: int, has_tail: bool) -> int:
-    """Bytes of log-masses, scratch and list that one request of `max_pages` pages needs, and with a tail of the mask of
-    blocks."""
-    return max_pages * geometry.blocks_per_page * geometry.kv_heads * ((geometry.group_size + 2) * 4 + has_tail)
+def step_bytes_per_request(geometry: Geometry, max_pages: int, has_tail: bool, has_maxima: bool = False) -> int:
+    """Bytes of log-masses, scratch and list that one request of `max_pages` pages needs, with a tail also of the mask
+    of blocks, and with maxima of those."""
+    per_block = (geometry.group_size * (1 + has_maxima) + 2) * 4 + has_tail
+    per_row = max_pages * geometry.blocks_per_page * per_block + has_maxima * geometry.group_size * 4
+    return geometry.kv_heads * per_row
 
 
-def requests_per_turn(geometry: Geometry, max_pages: int, max_requests: int, has_tail: bool) -> int:
+def requests_per_turn(
+    geometry: Geometry, max_pages: int, max_requests: int, has_tail: bool, has_maxima: bool = False
+) -> int:
     """How many requests are selected and attended together."""
-    return max(1, min(max_requests, MAX_STEP_BYTES // step_bytes_per_request(geometry, max_pages, has_tail)))
+    each = step_bytes_per_request(geometry, max_pages, has_tail, has_maxima)
+    return max(1, min(max_requests, MAX_STEP_BYTES // each))
 
 
 def audit_bytes(geometry: Geometry, max_pages: int) -> int:
@@ -65,14 +71,18 @@ def reserve(
         max_pages: pages of the longest request.
         max_requests: upper bound of the request slots, known before the pool is sized.
     """
-    if not make_rule(options, geometry).needs_mass:
+    rule = make_rule(options, geometry)
+    if not rule.needs_mass:
         return inner
     sparse_layers = layers - len(options.dense_layers)
     tail = make_tail(options, geometry)
     summary_bytes = make_estimator(options, geometry).summary_bytes() + (tail.summary_bytes() if tail else 0)
     share = summary_bytes * sparse_layers / (geometry.kv_bytes * layers)
-    turn = requests_per_turn(geometry, max_pages, max_requests, tail is not None)
-    reserved = turn * step_bytes_per_request(geometry, max_pages, tail is not None)
+    reserved = 0
+    if ever_lists(options):
+        sizes = (tail is not None, rule.needs_maxima)
+        turn = requests_per_turn(geometry, max_pages, max_requests, *sizes)
+        reserved = turn * step_bytes_per_request(geometry, max_pages, *sizes)
     # Page tables; thresholds and counts of each layer and KV head; what each request read.
     reserved += max_requests * ((max_pages + 2 * layers * geometry.kv_heads) * 4 + 16)
     if options.audit_rate > 0:

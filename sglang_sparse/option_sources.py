@@ -10,8 +10,10 @@ from sglang_sparse.gammas import drop_overridden, one_gamma
 from sglang_sparse.option_values import FLAG, OptionsError, flag, parse_json
 from sglang_sparse.options import (
     BLOCK_SIZES,
+    DEFAULT_DELTA,
     ESTIMATORS,
     GROUPS,
+    PATHS,
     RULES,
     TAILS,
     THUMBNAIL_BITS,
@@ -93,6 +95,18 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     )
     add("rule", "How estimates become a list of blocks.", metavar=_braces(RULES))
     add("top_k", "Blocks to keep with rule top-k: a count, or a fraction of the context below 1.", type=float)
+    add(
+        "delta",
+        "With rule top-delta: blocks are kept that have a token whose score is within so many nats of the largest "
+        f"score among sinks, latest tokens and open page. Unless given: {DEFAULT_DELTA:g}.",
+        type=float,
+    )
+    add(
+        "path",
+        "With rule top-delta: select and attend in one pass (fused), by way of block lists, or whichever is faster for "
+        "the batch size.",
+        metavar=_braces(PATHS),
+    )
     add("min_context", "Requests with fewer tokens read everything.", type=int)
     add("sink_tokens", "Tokens at the start that are always read.", type=int)
     add("window_tokens", "Latest tokens that are always read.", type=int)

@@ -22,9 +22,13 @@ ENVIRONMENT_VARIABLE = "SGLANG_SPARSE_DECODE_OPTIONS"
 """Carries the options, as JSON, from the process that parsed them to SGLang's scheduler processes."""
 
 ESTIMATORS = ("thumbnail", "mean", "mean-variance", "minmax", "exact")
-RULES = ("coverage", "top-k", "all")
+RULES = ("coverage", "top-k", "top-delta", "all")
 GROUPS = ("average", "every")
 TAILS = ("mean", "drop")
+PATHS = ("auto", "lists", "fused")
+DEFAULT_DELTA = 6.0
+SCORE_ESTIMATORS = ("thumbnail", "exact")
+"""Estimators that guess single tokens' scores, which rule top-delta compares."""
 MASS_ESTIMATORS = ("thumbnail", "exact")
 """Estimators whose masses are close enough to the true ones to weigh values with; minmax and mean give bounds."""
 THUMBNAIL_BITS = (2, 3, 4)
@@ -74,6 +78,10 @@ class SparseDecodeOptions:
     """See `resolved_tail`."""
     rule: str = "coverage"
     top_k: float | None = None
+    delta: float | None = None
+    """See `resolved_delta`."""
+    path: str = "auto"
+    """Whether rule top-delta goes through block lists or through the fused pass; see `paths`."""
     min_context: int = 4096
     sink_tokens: int = 16
     window_tokens: int = 128
@@ -107,6 +115,8 @@ class SparseDecodeOptions:
                 f"use {flag('tail')} drop, or {flag('estimator')} {' or '.join(MASS_ESTIMATORS)}"
             )
         self._check_top_k()
+        self._check_delta()
+        self._check_path()
         check_int("min_context", self.min_context, 0)
         check_int("sink_tokens", self.sink_tokens, 0)
         check_int("window_tokens", self.window_tokens, 1)
@@ -136,6 +146,11 @@ class SparseDecodeOptions:
         if self.tail is not None:
             return self.tail
         return "mean" if self.estimator in MASS_ESTIMATORS else "drop"
+
+    @property
+    def resolved_delta(self) -> float:
+        """Nats below the pseudo-maximum within which rule top-delta keeps a block."""
+        return DEFAULT_DELTA if self.delta is None else self.delta
 
     @property
     def gamma_name(self) -> str:
@@ -178,6 +193,34 @@ class SparseDecodeOptions:
             raise OptionsError(
                 f"{flag('top_k')} is {self.top_k}: give a whole number of blocks, or a fraction above 0 and below 1"
             )
+
+    def _check_delta(self) -> None:
+        if self.rule == "top-delta" and self.estimator not in SCORE_ESTIMATORS:
+            raise OptionsError(
+                f"{flag('rule')} top-delta compares scores of tokens, which {flag('estimator')} {self.estimator} does "
+                f"not give: use {flag('estimator')} {' or '.join(SCORE_ESTIMATORS)}"
+            )
+        if self.delta is None:
+            return
+        if self.rule != "top-delta":
+            raise OptionsError(
+                f"{flag('delta')} has no effect with {flag('rule')} {self.rule}: "
+                f"add {flag('rule')} top-delta or remove it"
+            )
+        check_number("delta", self.delta)
+        if self.delta <= 0:
+            raise OptionsError(f"{flag('delta')} is {self.delta}: give a number of nats above 0")
+
+    def _check_path(self) -> None:
+        check_choice("path", self.path, PATHS)
+        if self.path != "fused":
+            return
+        for name, value, needed in (("rule", self.rule, "top-delta"), ("estimator", self.estimator, "thumbnail")):
+            if value != needed:
+                raise OptionsError(
+                    f"{flag('path')} fused does not go with {flag(name)} {value}: "
+                    f"use {flag(name)} {needed}, or {flag('path')} lists"
+                )
 
     def check_page_size(self, page_size: int) -> None:
         """Raises OptionsError unless SGLang's `page_size` (tokens) is supported and the block size divides it."""

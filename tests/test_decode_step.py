@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_sparse import memory
+from sglang_sparse import memory, paths
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
@@ -26,6 +26,12 @@ OPTIONS = [
     {"gamma": 0.9, "thumbnail_bits": 2, "min_context": 150},
     {"gamma": 0.8, "tail": "drop"},
     {"gamma_by_head": ((0.9, 0.4), (0.5, 1))},
+    {"rule": "top-delta", "delta": 0.1},
+    {"rule": "top-delta", "delta": 0.1, "estimator": "exact", "tail": "drop"},
+]
+FUSED = [
+    {"rule": "top-delta", "delta": 0.1, "path": "fused"},
+    {"rule": "top-delta", "delta": 0.1, "path": "fused", "tail": "drop", "dense_layers": (0,), "min_context": 150},
 ]
 
 
@@ -263,8 +269,57 @@ def test_the_tail_is_counted_as_scanned() -> None:
     assert read[1] - read[0] == pytest.approx(1 / 64)
 
 
+@pytest.mark.parametrize("changes", FUSED, ids=str)
+def test_the_fused_pass_gives_what_lists_give(changes: dict) -> None:
+    base = {"min_context": 0, "sink_tokens": 4, "window_tokens": 16, **changes}
+    fused, lists = (
+        Simulation(lengths(), SparseDecodeOptions(**{**base, "path": path}), DEVICE) for path in ("fused", "lists")
+    )
+    assert fused.step.buffers.log_mass.numel() == fused.step.buffers.block_lists.numel() == 0
+    for number in range(40):
+        rows = [row for row in range(4) if (number + row) % 5]
+        q = fused.queries(number)
+        outs = []
+        for simulation in (fused, lists):
+            simulation.load(rows)
+            outs.append(torch.full_like(q, float("nan")))
+            simulation.attend(q, outs[-1])
+        # Natively a block may lie on the other side of the threshold in one of them.
+        torch.testing.assert_close(*outs, atol=5e-2 if DEVICE == "cuda" else 1e-5, rtol=1e-2)
+        if DEVICE == "cpu":
+            assert torch.equal(fused.step.buffers.block_counts, lists.step.buffers.block_counts)
+            assert torch.equal(fused.step.buffers.request_totals, lists.step.buffers.request_totals)
+    reading = fused.step.counters.read()
+    assert reading.kept_fraction is not None
+    assert reading.kept_fraction < 1
+    expected = lists.step.counters.read()
+    assert reading.kept_fraction == pytest.approx(expected.kept_fraction, abs=0 if DEVICE == "cpu" else 0.02)
+    assert reading.bytes_read_fraction == pytest.approx(expected.bytes_read_fraction, abs=0.02)
+
+
+def test_auto_picks_by_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SparseDecodeOptions(rule="top-delta", delta=0.1, min_context=0, window_tokens=16)
+    monkeypatch.setattr(paths, "FUSED_UP_TO", 2)
+    assert paths.describe(options) == "fused up to batch 2, then lists"
+    taken = []
+    original = DecodeStep._attend_fused
+
+    def attend(self: DecodeStep, layer: int, q: torch.Tensor, *rest: object) -> None:
+        taken.append(len(q))
+        original(self, layer, q, *rest)
+
+    monkeypatch.setattr(DecodeStep, "_attend_fused", attend)
+    for count in (1, 2, 3):
+        sim = Simulation(lengths()[:count], options, DEVICE)
+        sim.load(list(range(count)))
+        out = torch.full_like(sim.queries(0), float("nan"))
+        sim.attend(sim.queries(0), out)
+        assert not out.isnan().any()
+    assert taken == [1, 1, 2, 2]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+@pytest.mark.parametrize("changes", [*OPTIONS, *FUSED], ids=str)
 def test_a_captured_step_replays_with_other_requests(changes: dict) -> None:
     """One graph, captured on padding alone, replayed while requests come, grow over page borders and go."""
     options = SparseDecodeOptions(**{"min_context": 0, "sink_tokens": 4, "window_tokens": 16, **changes})

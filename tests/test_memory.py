@@ -89,23 +89,33 @@ def test_other_attributes_are_the_inner_configurators() -> None:
     assert reserve(SparseDecodeOptions()).marker == "inner"
 
 
-@pytest.mark.parametrize("has_tail", [False, True])
-def test_a_turn_holds_what_fits_and_at_least_one_request(has_tail: bool) -> None:
-    per_request = memory.step_bytes_per_request(GEOMETRY, 2048, has_tail)
-    turn = memory.requests_per_turn(GEOMETRY, 2048, 10_000, has_tail)
+over_buffers = pytest.mark.parametrize(("has_tail", "has_maxima"), [(False, False), (True, False), (True, True)])
+
+
+@over_buffers
+def test_a_turn_holds_what_fits_and_at_least_one_request(has_tail: bool, has_maxima: bool) -> None:
+    per_request = memory.step_bytes_per_request(GEOMETRY, 2048, has_tail, has_maxima)
+    turn = memory.requests_per_turn(GEOMETRY, 2048, 10_000, has_tail, has_maxima)
     assert turn * per_request <= memory.MAX_STEP_BYTES < (turn + 1) * per_request
-    assert memory.requests_per_turn(GEOMETRY, 2048, 3, has_tail) == 3
-    assert memory.requests_per_turn(GEOMETRY, 10_000_000, 3, has_tail) == 1
+    assert memory.requests_per_turn(GEOMETRY, 2048, 3, has_tail, has_maxima) == 3
+    assert memory.requests_per_turn(GEOMETRY, 10_000_000, 3, has_tail, has_maxima) == 1
 
 
-@pytest.mark.parametrize("has_tail", [False, True])
-def test_step_bytes_are_what_is_allocated(has_tail: bool) -> None:
+@over_buffers
+def test_step_bytes_are_what_is_allocated(has_tail: bool, has_maxima: bool) -> None:
     thresholds = [[0.95] * GEOMETRY.kv_heads]
-    arguments = {"max_pages": 2048, "thresholds": thresholds, "selects": True, "has_tail": has_tail, "device": "meta"}
+    arguments = {
+        "max_pages": 2048,
+        "thresholds": thresholds,
+        "selects": True,
+        "has_tail": has_tail,
+        "has_maxima": has_maxima,
+        "device": "meta",
+    }
     one, two = (DecodeBuffers(GEOMETRY, max_requests=count, **arguments) for count in (1, 2))
     # A row of the page table, length, closing page, thresholds, counts and totals belong to no turn.
     rest = 2048 * 4 + 2 * 4 + 2 * GEOMETRY.kv_heads * 4 + 2 * 8
-    assert two.bytes - one.bytes - rest == memory.step_bytes_per_request(GEOMETRY, 2048, has_tail)
+    assert two.bytes - one.bytes - rest == memory.step_bytes_per_request(GEOMETRY, 2048, has_tail, has_maxima)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

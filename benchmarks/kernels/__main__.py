@@ -17,12 +17,15 @@ from benchmarks.machine import gpu_name, require_cuda
 
 OPERATIONS = (
     "sparse_attention",
+    "fused_top_delta",
     "combine",
     "block_mass_thumbnail",
     "block_mass_statistics",
     "block_mass_exact",
     "coverage_rule",
     "top_k_rule",
+    "top_delta_rule",
+    "pseudo_maximum",
     "thumbnail",
     "block_statistics",
     "page_table",
@@ -30,7 +33,7 @@ OPERATIONS = (
     "request_totals",
     "stopwatch",
 )
-ON_REQUEST = ("sparse_attention_tiles",)
+ON_REQUEST = ("sparse_attention_tiles", "fused_top_delta_launch")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     for kept in options.kept:
         draw_kept(kept, 1)
     chosen: list[str] = []
-    if "sparse_attention" in operations:
+    if {"sparse_attention", "fused_top_delta"} & set(operations):
         chosen = peers.available([] if options.peers == ["none"] else options.peers)
     read_rate = measure_read_rate()
     print(f"{gpu_name()}, torch {torch.__version__}, read-only rate {read_rate / 1e9:.0f} GB/s")

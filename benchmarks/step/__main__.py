@@ -67,7 +67,12 @@ def choose_layers(layer_bytes: int, read_bytes: int, free_bytes: int) -> int:
 def describe(options: SparseDecodeOptions) -> str:
     """The settings that matter to a step's time, for the column `case`."""
     name = options.estimator + (f" {options.thumbnail_bits}-bit" if options.estimator == "thumbnail" else "")
-    target = {"coverage": f"gamma {options.gamma:g}", "top-k": f"top-k {options.top_k}", "all": "all"}[options.rule]
+    target = {
+        "coverage": f"gamma {options.gamma:g}",
+        "top-k": f"top-k {options.top_k}",
+        "top-delta": f"delta {options.resolved_delta:g}, path {options.path}",
+        "all": "all",
+    }[options.rule]
     return f"{name}, {target}, {options.group}, block {options.block_size}, tail {options.resolved_tail}"
 
 

@@ -13,11 +13,16 @@ from sparse_kernels import sparse_attention
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
-from sglang_sparse.selection import make_estimator
+from sglang_sparse.paths import takes_fused
+from sglang_sparse.selection import PseudoMaximum, make_estimator
 from sglang_sparse.tail import make_tail
 
 PAGE_SPREAD, BLOCK_SPREAD = 2.4, 1.8
 """Standard deviations of what a page's and a block's keys have in common, along their head's direction; noise has 1."""
+
+SINK_STRENGTH = 10.0
+"""What the first block's keys have along that direction with rule top-delta, whose threshold is below the largest score
+of the forced blocks: in a trained model those hold scores near the row's largest."""
 
 HEAD_SPREAD = 0.3
 """How far the queries of one KV head's group lie apart."""
@@ -35,12 +40,16 @@ def bytes_per_layer(geometry: Geometry, options: SparseDecodeOptions, batch: int
     return int(tokens * geometry.kv_heads * (geometry.kv_bytes + summary))
 
 
+SEARCHED = ("coverage", "top-delta")
+"""Rules whose rows keep what is asked for because their queries are scaled."""
+
+
 class StepCase:
     """`layers` layers of a batch in the middle of decoding, each with keys, values and summaries of its own.
 
     Args:
         batch, context: requests, and tokens of the first; each other has one less than the one before it.
-        kept: `[layers, batch, Hkv]`, the share of blocks that each row is to keep; used by rule `coverage` alone.
+        kept: `[layers, batch, Hkv]`, the share of blocks that each row is to keep; used by the rules of `SEARCHED`.
 
     Attributes:
         q: `[layers, B, Hq, D]`.
@@ -92,12 +101,16 @@ class StepCase:
         every_page = torch.arange(1, pages, dtype=torch.int32, device=self.device)
         for layer in range(self.layers):
             direction = torch.nn.functional.normalize(self._normal(geometry.kv_heads, geometry.head_dim), dim=-1)
-            self.pools.append((self._peaked_keys(pages, direction), self._noise(pages)))
+            keys = self._peaked_keys(pages, direction)
+            if self.step.rule.needs_maxima:
+                sinks = (table[:, 0, :1] + torch.arange(geometry.block_size)).to(self.device)
+                keys[sinks] += (SINK_STRENGTH * direction).to(geometry.dtype)
+            self.pools.append((keys, self._noise(pages)))
             for piece in every_page.split(SUMMARY_PAGES):
                 self.step.summaries.update(layer, *self.pools[layer], piece)
             apart = HEAD_SPREAD * torch.nn.functional.normalize(self._normal(*shape[1:]), dim=-1)
             pointed = geometry.head_dim**0.5 * (direction[:, None] + apart)
-            if layer in self.step.summaries and self.step.rule.name == "coverage":
+            if layer in self.step.summaries and self.step.rule.name in SEARCHED:
                 pointed *= self._search(layer, pointed, kept[layer].to(self.device))
             self.q[layer] = pointed.flatten(1, 2).to(geometry.dtype)
 
@@ -139,11 +152,14 @@ class StepCase:
     def _counts(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Blocks that the step lists for each row of `q` `[B, Hq, D]`: `[B, Hkv]`."""
         step, b = self.step, self.step.buffers
+        if step.fused and takes_fused(self.options, self.batch):
+            return self._fused_counts(layer, q)
         counts = torch.empty(self.batch, self.geometry.kv_heads, dtype=torch.int32, device=self.device)
         total = torch.zeros(self.geometry.kv_heads, dtype=torch.int64, device=self.device)
         for start in range(0, self.batch, b.turn):
             turn = slice(start, min(start + b.turn, self.batch))
             rows = slice(0, turn.stop - start)
+            maxima = b.maxima.rows(rows) if b.maxima else None
             step.estimator.block_mass(
                 q[turn],
                 self.pools[layer][0],
@@ -153,7 +169,18 @@ class StepCase:
                 scale=self.scale,
                 min_context=self.options.min_context,
                 out=b.log_mass[rows],
+                block_max=maxima.blocks if maxima else None,
             )
+            if maxima:
+                PseudoMaximum(self.options, self.geometry).write(
+                    q[turn],
+                    self.pools[layer][0],
+                    b.page_table[turn],
+                    b.seq_lens[turn],
+                    scale=self.scale,
+                    min_context=self.options.min_context,
+                    maxima=maxima,
+                )
             step.rule.select(
                 b.log_mass[rows],
                 b.seq_lens[turn],
@@ -162,7 +189,29 @@ class StepCase:
                 block_counts=counts[turn],
                 scratch=b.scratch[rows],
                 kept_total=total,
+                maxima=maxima,
             )
+        return counts
+
+    def _fused_counts(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """`_counts` of the fused pass."""
+        step, b = self.step, self.step.buffers
+        assert step.fused is not None
+        counts = torch.empty(self.batch, self.geometry.kv_heads, dtype=torch.int32, device=self.device)
+        step.fused.attend(
+            q,
+            *self.pools[layer],
+            step.summaries[layer],
+            b.page_table[: self.batch],
+            b.seq_lens[: self.batch],
+            thresholds=b.thresholds[layer, : self.batch],
+            scale=self.scale,
+            out=torch.empty_like(q),
+            block_counts=counts,
+            kept_total=torch.zeros(self.geometry.kv_heads, dtype=torch.int64, device=self.device),
+            value_means=None,
+            tap=None,
+        )
         return counts
 
     def attend(self, layer: int) -> None:

@@ -10,19 +10,23 @@ from .block_mass_thumbnail import block_mass_thumbnail, block_mass_thumbnail_ref
 from .block_statistics import STATISTICS_OF_KIND, block_statistics, block_statistics_reference
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
+from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_reference
 from .page_table import snapshot_page_table, snapshot_page_table_reference
+from .pseudo_maximum import pseudo_maximum, pseudo_maximum_reference
 from .request_totals import request_totals, request_totals_reference
 from .selection_tap import SelectionTap, TapPoint
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
 from .step_totals import step_totals
 from .stopwatch import stopwatch, stopwatch_reference, stopwatch_state
 from .thumbnail import thumbnail, thumbnail_reference, unpack_codes
+from .top_delta_rule import top_delta_rule, top_delta_rule_reference
 from .top_k_rule import top_k_rule, top_k_rule_reference
 
 __all__ = [
     "STATISTICS_OF_KIND",
     "AttentionTail",
     "AttentionWorkspace",
+    "FusedWorkspace",
     "SelectionTap",
     "TapPoint",
     "block_mass_exact",
@@ -37,6 +41,10 @@ __all__ = [
     "combine_reference",
     "coverage_rule",
     "coverage_rule_reference",
+    "fused_top_delta",
+    "fused_top_delta_reference",
+    "pseudo_maximum",
+    "pseudo_maximum_reference",
     "request_totals",
     "request_totals_reference",
     "snapshot_page_table",
@@ -49,6 +57,8 @@ __all__ = [
     "stopwatch_state",
     "thumbnail",
     "thumbnail_reference",
+    "top_delta_rule",
+    "top_delta_rule_reference",
     "top_k_rule",
     "top_k_rule_reference",
     "unpack_codes",

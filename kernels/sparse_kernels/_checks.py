@@ -77,6 +77,7 @@ def check_block_mass(
     page_size: int,
     block_size: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
 ) -> None:
     """Checks the arguments that all block-mass operations share."""
     check_sizes(page_size, block_size)
@@ -98,3 +99,8 @@ def check_block_mass(
     check_shape("out", out, batch, kv_heads, group_size, None)
     check_dtype("out", out, torch.float32)
     check_inner_contiguous("out", out)
+    if block_max is not None:
+        check_shape("block_max", block_max, *out.shape)
+        check_dtype("block_max", block_max, torch.float32)
+        if block_max.stride() != out.stride():
+            raise ValueError(f"block_max has strides {list(block_max.stride())}; needed: out's, {list(out.stride())}")

@@ -64,17 +64,29 @@ def block_logsumexp(scores: torch.Tensor, block_size: int) -> torch.Tensor:
     return scores.unflatten(-1, (-1, block_size)).logsumexp(-1)
 
 
-def token_log_mass(q: torch.Tensor, keys: torch.Tensor, scale: float, block_size: int) -> torch.Tensor:
-    """Exact log mass of the blocks of `keys [T, Hkv, D]` for `q [Hkv, G, D]`: `[Hkv, G, ceil(T / block_size)]`."""
-    scores = torch.matmul(q, keys.permute(1, 2, 0)) * scale
-    return block_logsumexp(scores, block_size)
+def block_maximum(scores: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Largest score of blocks of the last dimension, `[..., T]` to `[..., blocks]`; +inf where one is no number."""
+    missing = -scores.shape[-1] % block_size
+    scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
+    return torch.where(scores.isnan(), float("inf"), scores).unflatten(-1, (-1, block_size)).amax(-1)
 
 
-def write_open_page(row: Row, scale: float, block_size: int, out: torch.Tensor) -> None:
-    """Writes the exact log mass of the open page's blocks to `out [B, Hkv, G, N]`."""
+def token_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scaled scores `[Hkv, G, T]` of `q [Hkv, G, D]` and `keys [T, Hkv, D]`."""
+    return torch.matmul(q, keys.permute(1, 2, 0)) * scale
+
+
+def write_open_page(
+    row: Row, scale: float, block_size: int, out: torch.Tensor, block_max: torch.Tensor | None = None
+) -> None:
+    """Writes the exact log mass of the open page's blocks to `out [B, Hkv, G, N]`, and their largest scores to
+    `block_max`."""
     start = row.closed * row.page_size
     if start == row.length:
         return
-    mass = token_log_mass(row.q, row.keys(start, row.length), scale, block_size)
+    scores = token_scores(row.q, row.keys(start, row.length), scale)
+    mass = block_logsumexp(scores, block_size)
     first = start // block_size
     out[row.index, :, :, first : first + mass.shape[2]] = mass
+    if block_max is not None:
+        block_max[row.index, :, :, first : first + mass.shape[2]] = block_maximum(scores, block_size)

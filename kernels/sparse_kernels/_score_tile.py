@@ -64,6 +64,15 @@ def block_log_mass(scores, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def block_maximum(scores, BLOCK: tl.constexpr):
+    """Largest score of blocks of tokens: nats times log2(e), `[T, GROUP]`, to nats, `[T // BLOCK, GROUP]`; +inf for a
+    block with a score that is no number."""
+    scores = tl.where(scores == scores, scores, float("inf"))
+    tiles = tl.reshape(scores, (scores.shape[0] // BLOCK, BLOCK, scores.shape[1]))
+    return tl.max(tiles, 1) * LN_2
+
+
+@triton.jit
 def store_blocks(out_row, group_stride, mass, first_block, end_block, G: tl.constexpr):
     """Stores `mass [blocks, GROUP]` at blocks from `first_block` on, those below `end_block` only."""
     blocks = first_block + tl.arange(0, mass.shape[0])[:, None]
@@ -97,11 +106,14 @@ def write_open_page(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     T: tl.constexpr,
+    max_row=None,
 ):
-    """Writes the exact log mass of the blocks of a row's open page."""
+    """Writes the exact log mass of the blocks of a row's open page; to `max_row`, unless None, their largest scores."""
     closed = length // PAGE
     slot = tl.load(pages + closed).to(tl.int64) * PAGE
     for start in range(0, length % PAGE, T):
         scores = exact_tile(query, keys, slot_stride, slot + start, length % PAGE - start, scale_log2, T, D)
         first_block = closed * (PAGE // BLOCK) + start // BLOCK
         store_blocks(out_row, group_stride, block_log_mass(scores, BLOCK), first_block, tl.cdiv(length, BLOCK), G)
+        if max_row is not None:
+            store_blocks(max_row, group_stride, block_maximum(scores, BLOCK), first_block, tl.cdiv(length, BLOCK), G)

@@ -8,7 +8,7 @@ from . import _score_tile as score_tile
 from . import _work_split as work_split
 from ._checks import check_block_mass
 from ._dispatch import planned_programs, use_triton
-from ._reference import rows_to_score, token_log_mass
+from ._reference import block_logsumexp, block_maximum, rows_to_score, token_scores
 
 
 def block_mass_exact_reference(
@@ -22,11 +22,15 @@ def block_mass_exact_reference(
     block_size: int,
     min_context: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `block_mass_exact`."""
     for row in rows_to_score(q, k_pool, page_table, seq_lens, page_size, min_context):
-        mass = token_log_mass(row.q, row.keys(0, row.length), scale, block_size)
+        scores = token_scores(row.q, row.keys(0, row.length), scale)
+        mass = block_logsumexp(scores, block_size)
         out[row.index, :, :, : mass.shape[2]] = mass
+        if block_max is not None:
+            block_max[row.index, :, :, : mass.shape[2]] = block_maximum(scores, block_size)
 
 
 @triton.jit(do_not_specialize=["batch", "min_context"])
@@ -36,6 +40,7 @@ def _block_mass_exact_kernel(
     page_table,
     seq_lens,
     out,
+    block_max,
     q_batch_stride,
     q_head_stride,
     slot_stride,
@@ -69,12 +74,20 @@ def _block_mass_exact_kernel(
         query = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP)
         pages = page_table + b.to(tl.int64) * page_table_stride
         out_row = out + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
+        max_row = block_max
+        if block_max is not None:
+            max_row = block_max + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
         keys = k_pool + h * head_stride
         for tile in tl.range(first * TILES, tl.minimum(last * TILES, tl.cdiv(length, T)), num_stages=STAGES):
             slot = tl.load(pages + tile // TILES).to(tl.int64) * PAGE + tile % TILES * T
             scores = score_tile.exact_tile(query, keys, slot_stride, slot, length - tile * T, scale_log2, T, D)
             mass = score_tile.block_log_mass(scores, BLOCK)
             score_tile.store_blocks(out_row, out_group_stride, mass, tile * (T // BLOCK), tl.cdiv(length, BLOCK), G)
+            if block_max is not None:
+                maxima = score_tile.block_maximum(scores, BLOCK)
+                score_tile.store_blocks(
+                    max_row, out_group_stride, maxima, tile * (T // BLOCK), tl.cdiv(length, BLOCK), G
+                )
         unit += last - first
 
 
@@ -89,6 +102,7 @@ def _block_mass_exact_triton(
     block_size: int,
     min_context: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
 ) -> None:
     batch, kv_heads, group_size, _ = out.shape
     head_dim = q.shape[2]
@@ -98,6 +112,7 @@ def _block_mass_exact_triton(
         page_table,
         seq_lens,
         out,
+        block_max,
         q.stride(0),
         q.stride(1),
         k_pool.stride(0),
@@ -134,6 +149,7 @@ def block_mass_exact(
     block_size: int,
     min_context: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Writes `log sum_t exp(q . k_t * scale)` over the tokens of each block.
@@ -152,12 +168,13 @@ def block_mass_exact(
         min_context: rows with fewer tokens are skipped.
         out: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of rows that are not skipped are
             written.
+        block_max: as out, with its strides: gets the largest score of each block's tokens, in nats; optional.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
         ValueError: a shape, dtype or size is not as above.
     """
-    check_block_mass(q, k_pool, page_table, seq_lens, page_size, block_size, out)
+    check_block_mass(q, k_pool, page_table, seq_lens, page_size, block_size, out, block_max)
     run = _block_mass_exact_triton if use_triton(impl, q) else block_mass_exact_reference
     run(
         q,
@@ -169,4 +186,5 @@ def block_mass_exact(
         block_size=block_size,
         min_context=min_context,
         out=out,
+        block_max=block_max,
     )

@@ -4,12 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _bfloat16_bits as bfloat16_bits
 from . import _score_tile as score_tile
+from . import _thumbnail_tile as thumbnail_tile
 from . import _work_split as work_split
 from ._checks import check_block_mass, check_choice
 from ._dispatch import INTERPRETED, planned_programs, use_triton
-from ._reference import block_logsumexp, rows_to_score, write_open_page
+from ._reference import block_logsumexp, block_maximum, rows_to_score, write_open_page
 from .thumbnail import BITS, check_thumbnails, unpack_codes
 
 _OCCUPANCY = {1: (16, 128), 2: (12, 168)}
@@ -31,19 +31,23 @@ def block_mass_thumbnail_reference(
     block_size: int,
     min_context: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `block_mass_thumbnail`."""
     head_dim = q.shape[2]
     for row in rows_to_score(q, k_pool, page_table, seq_lens, page_size, min_context):
-        write_open_page(row, scale, block_size, out)
+        write_open_page(row, scale, block_size, out, block_max)
         if row.closed == 0:
             continue
         pages = row.pages[: row.closed]
         low, step = low_step[pages].float().unsqueeze(2).unbind(3)  # [pages, Hkv, 1, D]
         levels = unpack_codes(codes[pages], bits, head_dim).float()  # [pages, Hkv, page_size, D]
         scores = torch.matmul(row.q * step, levels.transpose(2, 3)) + (row.q * low).sum(3, keepdim=True)
-        mass = block_logsumexp(scores.permute(1, 2, 0, 3).flatten(2) * scale, block_size)
+        scores = scores.permute(1, 2, 0, 3).flatten(2) * scale
+        mass = block_logsumexp(scores, block_size)
         out[row.index, :, :, : mass.shape[2]] = mass
+        if block_max is not None:
+            block_max[row.index, :, :, : mass.shape[2]] = block_maximum(scores, block_size)
 
 
 @triton.jit
@@ -55,55 +59,13 @@ def _load_bounds(
     last = tl.maximum(closed - 1, 0)
     real = real & (closed > 0)
     summary = tl.load(pages + tl.minimum(page, last)).to(tl.int64) * kv_heads + h
-    bounds = tl.max_contiguous(low_step + summary * (2 * D) + channels, [1, 1])
-    low, step = tl.load(bounds, mask=real, other=0), tl.load(bounds + D, mask=real, other=0)
+    low, step = thumbnail_tile.load_bounds(low_step, summary, channels, real, D)
     if PAIR == 2:
         summary = tl.load(pages + tl.minimum(page + 1, last)).to(tl.int64) * kv_heads + h
-        bounds = tl.max_contiguous(low_step + summary * (2 * D) + channels, [1, 1])
-        low1, step1 = tl.load(bounds, mask=real, other=0), tl.load(bounds + D, mask=real, other=0)
+        low1, step1 = thumbnail_tile.load_bounds(low_step, summary, channels, real, D)
         low = tl.where(pairs % 2 == 0, low, low1)
         step = tl.where(pairs % 2 == 0, step, step1)
     return low, step
-
-
-@triton.jit
-def _load_codes(
-    codes,
-    page,
-    kv_heads,
-    h,
-    tokens,
-    columns,
-    BITS: tl.constexpr,
-    HALF: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BYTES: tl.constexpr,
-):
-    """Packed codes of a page, `[PAGE, SUB_ROWS]`, words of 16 bits if four bits are HALF, else bytes; and the plane of
-    their high bits if there are three."""
-    row = tl.load(page).to(tl.int64) * kv_heads + h
-    if BITS == 4 and HALF:
-        packed_rows = codes.to(tl.pointer_type(tl.int16)) + (row * PAGE + tokens) * (D // 4)
-    else:
-        packed_rows = codes + (row * PAGE + tokens) * (D * BITS // 8)
-    packed = tl.load(packed_rows + columns, mask=columns < BYTES, other=0)
-    high = packed
-    if BITS == 3:
-        high = tl.load(packed_rows + BYTES + columns % (BYTES // 2), mask=columns < BYTES, other=0)
-        high = _high_plane(high, columns, BYTES, HALF)
-    return packed, high
-
-
-@triton.jit
-def _score(packed, high, f0, f1, f2, f3, scores, SUBS: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
-    """`scores [PAGE, columns]` and the products of a page's codes with the folded query's sub-ranges."""
-    scores = tl.dot(_levels(packed, high, 0, BITS, HALF), f0, scores, input_precision="ieee")
-    scores = tl.dot(_levels(packed, high, 1, BITS, HALF), f1, scores, input_precision="ieee")
-    if SUBS == 4:
-        scores = tl.dot(_levels(packed, high, 2, BITS, HALF), f2, scores, input_precision="ieee")
-        scores = tl.dot(_levels(packed, high, 3, BITS, HALF), f3, scores, input_precision="ieee")
-    return scores
 
 
 @triton.jit
@@ -117,90 +79,6 @@ def _store_tile(out_row, group_stride, mass, tile, closed, G: tl.constexpr, PAIR
     tl.store(out_row + heads * group_stride + blocks, mass, mask=(heads < G) & (page < closed))
 
 
-@triton.jit
-def _split_subs(folded, SUBS: tl.constexpr):
-    """The sub-ranges of `folded [SUBS * ROWS, GROUP]`: four tiles `[ROWS, GROUP]`, two repeated if SUBS is 2."""
-    ROWS: tl.constexpr = folded.shape[0] // SUBS
-    GROUP: tl.constexpr = folded.shape[1]
-    if SUBS == 2:
-        f0, f1 = tl.split(tl.permute(tl.reshape(folded, (2, ROWS, GROUP)), (1, 2, 0)))
-        f2, f3 = f0, f1
-    else:
-        even, odd = tl.split(tl.permute(tl.reshape(folded, (2, 2, ROWS, GROUP)), (2, 3, 0, 1)))
-        f0, f2 = tl.split(even)
-        f1, f3 = tl.split(odd)
-    return f0, f1, f2, f3
-
-
-@triton.constexpr_function
-def _word_asm(sub: int) -> str:
-    """PTX that leaves one of the four codes in each of two words, the odd sub-ranges' times 16."""
-    shift, mask = 8 * (sub // 2), 0x000F000F << 4 * (sub % 2)
-    return f"{{ .reg .b32 t; shr.b32 t, $1, {shift}; and.b32 $0, t, 0x{mask:08x}; }}"
-
-
-@triton.constexpr_function
-def _unpack_asm(bits: int, sub: int) -> str:
-    """PTX that turns four packed bytes into the bfloat16 of `128 + factor * code` of sub-range `sub`; see `_levels`.
-
-    $2 holds the bytes, $3 those of the high plane of three bits, its bits at even positions. A mask leaves each code in
-    its byte; byte permutes put 0x43 above it. Each of the four stays in its place: which elements share a register is
-    the compiler's choice.
-    """
-    mask, shift = (0x30, 2) if sub == 3 else (3 << 2 * sub, 0)
-    asm = f"shr.b32 t, $2, {shift}; and.b32 t, t, 0x{mask * 0x01010101:08x}; "
-    if bits == 3:
-        mask, left = (0x40, 0) if sub == 3 else (4 << 2 * sub, 2)
-        # lop3 with 0xEA is (a & b) | c.
-        asm += f"shl.b32 u, $3, {left}; lop3.b32 t, u, 0x{mask * 0x01010101:08x}, t, 0xEA; "
-    asm += "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; "
-    return "{ .reg .b32 t, u; " + asm + "}"
-
-
-@triton.jit
-def _high_plane(high, columns, BYTES: tl.constexpr, HALF: tl.constexpr):
-    """Moves the high bits of a tile's columns to even positions: bit s of sub-range s to position 2 * s.
-
-    Bit s of byte i belongs to channel `i + s * D / 8`: even s to the lower half of sub-range `s // 2`, odd ones to the
-    upper half.
-    """
-    if HALF:
-        upper = tl.where(columns >= BYTES // 2, 255, 0).to(tl.uint8) + tl.zeros_like(high)
-        # lop3 with 0xCA is a ? b : c.
-        ASM: tl.constexpr = "{ .reg .b32 t; shr.b32 t, $1, 1; lop3.b32 t, $2, t, $1, 0xCA; and.b32 $0, t, 0x55555555; }"
-        return tl.inline_asm_elementwise(ASM, "=r,r,r", [high, upper], tl.uint8, is_pure=True, pack=4)
-    else:
-        return tl.where(columns >= BYTES // 2, high >> 1, high) & 0x55
-
-
-@triton.jit
-def _levels(codes, high, S: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
-    """Sub-range S of packed codes, times a power of two.
-
-    Masking a field where it lies multiplies its code by a power of two, the factor; fields above bit 6 are shifted down
-    first. fp32: `factor * code`. HALF: no conversion instruction, which would cost more than the load. Of four bits,
-    which come in words of 16, the masked word is the subnormal float16 `2**-24 * factor * code`, which tensor cores
-    multiply exactly. Of two and three, which come in bytes, `0x4300 | x` is the bfloat16 of `128 + x` for `x < 128`.
-    """
-    if BITS == 4 and HALF:
-        WORD_ASM: tl.constexpr = _word_asm(S)
-        levels = tl.inline_asm_elementwise(WORD_ASM, "=r,r", [codes], tl.float16, is_pure=True, pack=2)
-    elif HALF:
-        ASM: tl.constexpr = _unpack_asm(BITS, S)
-        levels = tl.inline_asm_elementwise(ASM, "=&r,=&r,r,r", [codes, high], tl.bfloat16, is_pure=True, pack=4)
-    else:
-        codes = codes.to(tl.int32)
-        high = high.to(tl.int32)
-        if BITS == 4:
-            fields = (codes & 0xF) if S == 0 else ((codes >> 1) & 0x78)
-        else:
-            fields = ((codes >> 2) & 0x30) if S == 3 else (codes & (3 << (2 * S)))
-            if BITS == 3:
-                fields |= (high & 0x40) if S == 3 else ((high << 2) & (4 << (2 * S)))
-        levels = fields.to(tl.float32)
-    return levels
-
-
 @triton.jit(do_not_specialize=["batch", "min_context"])
 def _block_mass_thumbnail_kernel(
     q,
@@ -210,6 +88,7 @@ def _block_mass_thumbnail_kernel(
     page_table,
     seq_lens,
     out,
+    block_max,
     q_batch_stride,
     q_head_stride,
     slot_stride,
@@ -237,22 +116,10 @@ def _block_mass_thumbnail_kernel(
     STAGES: tl.constexpr,
 ):
     unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, PAIR, REQUESTS)
-    # Codes of four bits are read as words of 16 bits where that saves unpacking, others as bytes: `_levels`.
     WORDS: tl.constexpr = BITS == 4 and HALF
     SUBS: tl.constexpr = 2 if BITS == 4 and not HALF else 4
-    BYTES: tl.constexpr = D // SUBS
-    # Row r of the folded query belongs to column r % SUB_ROWS of sub-range r // SUB_ROWS.
     rows = tl.arange(0, SUBS * SUB_ROWS)[:, None]
-    subs = rows // SUB_ROWS
-    channels = subs * BYTES + rows % SUB_ROWS
-    real = rows % SUB_ROWS < BYTES
-    if WORDS:
-        channels = subs % 2 * (D // 2) + 2 * (rows % SUB_ROWS) + subs // 2
-        inverse_factor = tl.where(subs % 2 == 0, 1.0, 0.0625)
-    elif BITS == 4:
-        inverse_factor = tl.where(subs == 0, 1.0, 0.125)
-    else:
-        inverse_factor = tl.where(subs == 0, 1.0, tl.where(subs == 1, 0.25, 0.0625))
+    channels, real, inverse_factor = thumbnail_tile.channels_of(rows, D, SUB_ROWS, BITS, HALF)
     tokens = tl.arange(0, PAGE)[:, None]
     columns = tl.arange(0, SUB_ROWS)[None, :]
     # Column c of a product belongs to head c // PAIR and to page c % PAIR of a tile.
@@ -267,6 +134,9 @@ def _block_mass_thumbnail_kernel(
         closed_tiles = tl.cdiv(closed, PAIR)
         pages = page_table + b.to(tl.int64) * page_table_stride
         out_row = out + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
+        max_row = block_max
+        if block_max is not None:
+            max_row = block_max + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
         heads = tl.arange(0, GROUP)[None, :]
         query = q + b.to(tl.int64) * q_batch_stride + (h * G + heads) * q_head_stride + channels
         # Spreads the tile over all threads: vector loads would make several threads hold, and compute, the same
@@ -281,36 +151,28 @@ def _block_mass_thumbnail_kernel(
         for tile in tl.range(first, stop, num_stages=STAGES):
             # The last page of an odd number stands in for the one behind it, whose blocks are not stored.
             page = tile * PAIR
-            packed, high = _load_codes(codes, pages + page, kv_heads, h, tokens, columns, BITS, HALF, D, PAGE, BYTES)
+            summary = tl.load(pages + page).to(tl.int64) * kv_heads + h
+            packed, high = thumbnail_tile.load_codes(codes, summary, tokens, columns, True, BITS, HALF, D, PAGE)
             if PAIR == 2:
-                other = pages + tl.minimum(page + 1, closed - 1)
-                packed1, high1 = _load_codes(codes, other, kv_heads, h, tokens, columns, BITS, HALF, D, PAGE, BYTES)
-            bias = query * bfloat16_bits.to_float(low)
-            folded = query * (bfloat16_bits.to_float(step) * inverse_factor)
+                summary = tl.load(pages + tl.minimum(page + 1, closed - 1)).to(tl.int64) * kv_heads + h
+                packed1, high1 = thumbnail_tile.load_codes(codes, summary, tokens, columns, True, BITS, HALF, D, PAGE)
+            folded, bias = thumbnail_tile.fold(query, low, step, inverse_factor, BITS, HALF)
             # The bounds of the next tile, in flight while this one is scored.
             low, step = _load_bounds(low_step, pages, page + PAIR, closed, kv_heads, h, channels, pairs, real, D, PAIR)
-            if WORDS:
-                # A query so large that its product with a step leaves float16's range is kept at its end.
-                folded = tl.inline_asm_elementwise(
-                    "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [folded], tl.float16, is_pure=True, pack=2
-                )
-            elif HALF:
-                # Codes go into the product as 128 + code (see `_levels`): 128 times the rounded query is too much.
-                folded, rounded = bfloat16_bits.round_half_up(folded)
-                bias -= 128.0 * rounded
             bias = tl.sum(bias, 0)
-            f0, f1, f2, f3 = _split_subs(folded, SUBS)
+            f0, f1, f2, f3 = thumbnail_tile.split_subs(folded, SUBS)
             bias = tl.broadcast_to(bias[None, :], (PAGE, GROUP * PAIR))
-            scores = _score(packed, high, f0, f1, f2, f3, tl.zeros_like(bias) if WORDS else bias, SUBS, BITS, HALF)
+            start = tl.zeros_like(bias) if WORDS else bias
+            scores = thumbnail_tile.score(packed, high, f0, f1, f2, f3, start, BITS, HALF)
             if PAIR == 2:
-                scores1 = _score(
-                    packed1, high1, f0, f1, f2, f3, tl.zeros_like(bias) if WORDS else bias, SUBS, BITS, HALF
-                )
+                scores1 = thumbnail_tile.score(packed1, high1, f0, f1, f2, f3, start, BITS, HALF)
                 scores = tl.where(pairs % 2 == 0, scores, scores1)
             if WORDS:
                 scores = scores * 16777216.0 + bias
             mass = score_tile.block_log_mass(scores, BLOCK)
             _store_tile(out_row, out_group_stride, mass, tile, closed, G, PAIR)
+            if block_max is not None:
+                _store_tile(max_row, out_group_stride, score_tile.block_maximum(scores, BLOCK), tile, closed, G, PAIR)
         if last > closed_tiles:
             score_tile.write_open_page(
                 score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP),
@@ -326,6 +188,7 @@ def _block_mass_thumbnail_kernel(
                 PAGE,
                 BLOCK,
                 T,
+                max_row,
             )
         unit += last - first
 
@@ -344,6 +207,7 @@ def _block_mass_thumbnail_triton(
     block_size: int,
     min_context: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
 ) -> None:
     batch, kv_heads, group_size, _ = out.shape
     head_dim = q.shape[2]
@@ -365,6 +229,7 @@ def _block_mass_thumbnail_triton(
         page_table,
         seq_lens,
         out,
+        block_max,
         q.stride(0),
         q.stride(1),
         k_pool.stride(0),
@@ -409,6 +274,7 @@ def block_mass_thumbnail(
     block_size: int,
     min_context: int,
     out: torch.Tensor,
+    block_max: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Writes the log mass of closed pages' blocks from their thumbnails, and the exact one of the open page's blocks.
@@ -430,13 +296,14 @@ def block_mass_thumbnail(
         min_context: rows with fewer tokens are skipped.
         out: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of rows that are not skipped are
             written.
+        block_max: as out, with its strides: gets the largest score of each block's tokens, in nats; optional.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
         ValueError: a shape, dtype or size is not as above.
     """
     check_choice("bits", bits, BITS)
-    check_block_mass(q, k_pool, page_table, seq_lens, page_size, block_size, out)
+    check_block_mass(q, k_pool, page_table, seq_lens, page_size, block_size, out, block_max)
     check_thumbnails(codes, low_step, k_pool, bits, page_size)
     run = _block_mass_thumbnail_triton if use_triton(impl, q) else block_mass_thumbnail_reference
     run(
@@ -452,4 +319,5 @@ def block_mass_thumbnail(
         block_size=block_size,
         min_context=min_context,
         out=out,
+        block_max=block_max,
     )

@@ -6,6 +6,7 @@ replay. Rows that are not tapped cost two scalar loads; no launch is added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +58,10 @@ class SelectionTap:
         return sum(tensor.nbytes for tensor in vars(self).values())
 
     def arm(self, layer: int, row: int) -> None:
-        """Taps request `row` of the batch in `layer`, and zeroes `seq_len`. Does not wait for the device."""
+        """Taps request `row` of the batch in `layer`, and zeroes `seq_len` and `block_counts`. Does not wait for the
+        device."""
         self.seq_len.zero_()
+        self.block_counts.zero_()
         self.target[0].fill_(layer)
         self.target[1].fill_(row)
 
@@ -78,9 +81,9 @@ class TapPoint:
     first_row: int = 0
     """Row in the whole batch of the call's first request."""
 
-    def check(self, log_mass: torch.Tensor) -> None:
-        """Raises ValueError unless tap and queries fit `log_mass` (`[B, Hkv, G, N]`)."""
-        batch, kv_heads, group_size, capacity = log_mass.shape
+    def check(self, shape: Sequence[int]) -> None:
+        """Raises ValueError unless tap and queries fit log masses of `shape` (`[B, Hkv, G, N]`)."""
+        batch, kv_heads, group_size, capacity = shape
         check_dtype("q", self.q, *KV_DTYPES)
         check_shape("q", self.q, batch, kv_heads * group_size, None)
         check_inner_contiguous("q", self.q)

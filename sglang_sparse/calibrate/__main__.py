@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     add("--num-prompts", type=int, help="how many prompts to generate (default: 6)")
     add("--tokens", type=int, default=64, help="tokens to decode after each prompt (default: %(default)s)")
     add("--gammas", type=float, nargs="+", help="gammas to measure (default: 0.9 0.95 0.98 0.99)")
+    add("--deltas", type=float, nargs="+", help="rule top-delta at these deltas (nats), instead of --gammas' grid")
     add(
         "--grid",
         choices=("server", "frontier"),
@@ -64,6 +65,9 @@ def check(args: argparse.Namespace) -> None:
     for name, given, useful, when in (
         ("--gammas", args.gammas, not calibrates, "with --target-kl, which searches them"),
         ("--grid", args.grid != "server", not calibrates, "with --target-kl, which searches"),
+        ("--deltas", args.deltas, not calibrates, "with --target-kl, which searches gammas"),
+        ("--deltas", args.deltas, args.grid == "server", "with --grid frontier"),
+        ("--deltas", args.deltas, not args.gammas, "with --gammas"),
         ("--held-out", args.held_out, calibrates, "without --target-kl"),
         ("--gamma-per", args.gamma_per, calibrates, "without --target-kl"),
         ("--num-prompts", args.num_prompts, args.prompts is None, "with --prompts"),
@@ -75,6 +79,7 @@ def check(args: argparse.Namespace) -> None:
         ("--target-kl", args.target_kl, 0, float("inf")),
         ("--held-out", args.held_out, 0, 1),
         *(("--gammas", gamma, 0, 1 + 1e-12) for gamma in args.gammas or ()),
+        *(("--deltas", delta, 0, float("inf")) for delta in args.deltas or ()),
     ):
         if value is not None and not low < value < high:
             raise CalibrationError(f"{name} is {value:g}: give a number above {low:g} and below {high:g}")
@@ -185,7 +190,10 @@ def report(args: argparse.Namespace, replay: Any, prompts: list, base: Any, stop
     from sglang_sparse.calibrate.measure import measure, moves
 
     gammas = args.gammas or grids.DEFAULT_GAMMAS
-    grid = grids.frontier_grid(gammas) if args.grid == "frontier" else grids.server_grid(base, gammas)
+    if args.deltas:
+        grid = grids.delta_grid(base, args.deltas)
+    else:
+        grid = grids.frontier_grid(gammas) if args.grid == "frontier" else grids.server_grid(base, gammas)
     with tqdm(total=len(grid) * len(prompts), unit="pass", disable=None) as bar:
         results = measure(replay, prompts, grid, args.tokens, stop, moves(bar))
     print(reports.table(results))

@@ -158,6 +158,14 @@ def block_log_mass(scores: torch.Tensor, seq_lens: torch.Tensor, block_size: int
     return scores.unflatten(-1, (-1, block_size)).logsumexp(-1)
 
 
+def block_maximum(scores: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Largest score of each block, `[B, Hkv, G, ceil(T / block_size)]`, of the tokens before `seq_lens`."""
+    positions = torch.arange(scores.shape[-1], device=scores.device)
+    scores = scores.masked_fill(positions >= seq_lens[:, None, None, None], float("-inf"))
+    scores = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % block_size), value=float("-inf"))
+    return scores.unflatten(-1, (-1, block_size)).amax(-1)
+
+
 class CopyEstimator:
     """The mass under a low-bit copy of the keys."""
 
@@ -196,11 +204,15 @@ class CopyEstimator:
         scale: float,
         min_context: int,
         out: torch.Tensor,
+        block_max: torch.Tensor | None = None,
     ) -> None:
-        mass = self.mass(q, k_pool, summary, page_table, seq_lens, scale)
+        scores = self.scores(q, k_pool, summary, page_table, seq_lens, scale)
+        mass = block_log_mass(scores, seq_lens, self._geometry.block_size)
         out[..., : mass.shape[-1]] = mass
+        if block_max is not None:
+            block_max[..., : mass.shape[-1]] = block_maximum(scores, seq_lens, self._geometry.block_size)
 
-    def mass(
+    def scores(
         self,
         q: torch.Tensor,
         k_pool: torch.Tensor,
@@ -209,7 +221,7 @@ class CopyEstimator:
         seq_lens: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """`[B, Hkv, G, blocks]`; open pages exactly."""
+        """Of tokens, `[B, Hkv, G, T]`; open pages exactly."""
         g = self._geometry
         slots, length = _sequence(page_table, seq_lens, g.page_size)
         scores = token_scores(q, summary[0].flatten(0, 1)[slots], scale)
@@ -223,7 +235,7 @@ class CopyEstimator:
             positions = torch.arange(first, length, device=q.device)
             is_open = positions >= closed[:, None, None, None]
             scores[..., first:] = torch.where(is_open, exact, scores[..., first:])
-        return block_log_mass(scores, seq_lens, g.block_size)
+        return scores
 
 
 class ScreenedEstimator:
@@ -275,9 +287,13 @@ class ScreenedEstimator:
         scale: float,
         min_context: int,
         out: torch.Tensor,
+        block_max: torch.Tensor | None = None,
     ) -> None:
+        if block_max is not None:
+            raise ValueError(f"estimator {self.name} guesses no scores of tokens")
         g = self._geometry
-        fine = self._fine.mass(q, k_pool, summary[self._split :], page_table, seq_lens, scale)
+        scores = self._fine.scores(q, k_pool, summary[self._split :], page_table, seq_lens, scale)
+        fine = block_log_mass(scores, seq_lens, g.block_size)
         coarse = torch.full_like(fine, float("-inf"))
         self._coarse.block_mass(
             q, k_pool, summary[: self._split], page_table, seq_lens, scale=scale, min_context=0, out=coarse
@@ -332,7 +348,10 @@ class PageBound:
         scale: float,
         min_context: int,
         out: torch.Tensor,
+        block_max: torch.Tensor | None = None,
     ) -> None:
+        if block_max is not None:
+            raise ValueError(f"estimator {self.name} guesses no scores of tokens")
         g = self._geometry
         longest = int(seq_lens.argmax())
         pages = page_table[longest, : -(-int(seq_lens[longest]) // g.page_size)].long()

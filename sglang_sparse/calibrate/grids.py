@@ -19,6 +19,16 @@ def server_grid(base: Setting, gammas: Sequence[float]) -> list[Setting]:
     return [changed(base, gamma=gamma, **estimator) for estimator in estimators for gamma in gammas]
 
 
+def delta_grid(base: Setting, deltas: Sequence[float]) -> list[Setting]:
+    """Rule top-delta: exact scores, thumbnails with and without the tail, and FFD's symmetric code, at every delta."""
+    estimators: list[dict[str, Any]] = [{"estimator": "exact"}]
+    estimators += [{"estimator": "thumbnail", "thumbnail_bits": bits} for bits in (4, 3, 2)]
+    estimators += [{"estimator": "thumbnail", "thumbnail_bits": 4, "tail": "drop"}]
+    grid = [changed(base, rule="top-delta", delta=delta, **estimator) for estimator in estimators for delta in deltas]
+    ffd = dataclasses.replace(base, candidate="symmetric-2bit")
+    return grid + [changed(ffd, rule="top-delta", delta=delta) for delta in deltas]
+
+
 def frontier_grid(gammas: Sequence[float]) -> list[Setting]:
     """What was tried on the way to the default estimator: all estimators, page sizes, block sizes and treatments.
 

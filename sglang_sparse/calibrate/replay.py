@@ -22,7 +22,7 @@ from sglang_sparse.calibrate.model import load_model
 from sglang_sparse.calibrate.settings import DENSE, Setting
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import ModelShape
-from sglang_sparse.selection import make_rule
+from sglang_sparse.selection import Maxima, PseudoMaximum, make_rule
 from sglang_sparse.selection.coverage import chosen_blocks, head_coverage
 from sglang_sparse.tail import MeanTail
 
@@ -221,6 +221,8 @@ class _ForcedStep:
         self._scratch = torch.empty(shape, device=device)
         self._lists = torch.empty(shape, dtype=torch.int32, device=device)
         self._counts = torch.empty(shape[:2], dtype=torch.int32, device=device)
+        self._maxima = Maxima.create(tokens, g, self._blocks, device) if self._rule.needs_maxima else None
+        self._pseudo_maximum = PseudoMaximum(setting.options, g)
         self._kept_mask = torch.empty(shape, dtype=torch.uint8, device=device)
         self._tail = MeanTail(g) if setting.uses_served_tail else None
         self._kept_total = torch.zeros(g.kv_heads, dtype=torch.int64, device=device)
@@ -291,9 +293,19 @@ class _ForcedStep:
         setting, g = self._setting, self._geometry
         summary = self._estimator.allocate(self._pool_pages, q.device)
         self._estimator.update(k_pool, self._closed_pages, summary)
+        arguments: dict[str, Any] = {"scale": scale, "min_context": 0}
         self._estimator.block_mass(
-            q, k_pool, summary, self._page_table, self._seq_lens, scale=scale, min_context=0, out=self._log_mass
+            q,
+            k_pool,
+            summary,
+            self._page_table,
+            self._seq_lens,
+            out=self._log_mass,
+            block_max=self._maxima.blocks if self._maxima else None,
+            **arguments,
         )
+        if self._maxima:
+            self._pseudo_maximum.write(q, k_pool, self._page_table, self._seq_lens, maxima=self._maxima, **arguments)
         log_mass = self._log_mass
         if setting.value_norm:
             norms = v_pool[FIRST_SLOT : FIRST_SLOT + self._blocks * g.block_size].float().norm(dim=-1)
@@ -308,6 +320,7 @@ class _ForcedStep:
             scratch=self._scratch,
             kept_total=self._kept_total,
             kept_mask=self._kept_mask,
+            maxima=self._maxima,
         )
         tokens = self._seq_lens.sum().item()
         closed = (self._seq_lens // g.page_size * g.page_size).sum().item()

@@ -78,6 +78,8 @@ class Setting:
         if o.rule == "top-k":
             assert o.top_k is not None
             return o.top_k
+        if o.rule == "top-delta":
+            return o.resolved_delta
         layers = len(o.gamma_by_head or o.gamma_by_layer)
         return sum(map(o.gamma_of, range(layers))) / layers if layers else o.gamma
 

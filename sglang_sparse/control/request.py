@@ -1,6 +1,7 @@
 """What one request may ask for: `custom_params` of SGLang's sampling parameters.
 
     {"sparse_decode": {"gamma": 0.98}}    a coverage of its own, in all layers and KV heads that select
+    {"sparse_decode": {"delta": 8}}       a delta of its own, with rule top-delta
     {"sparse_decode": {"dense": true}}    every block
 
 SGLang's scheduler decodes `custom_params` by a schema, and ends when a value does not fit it. So all of them are
@@ -13,7 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_sparse.control.values import check_gamma, check_switch
+from sglang_sparse.control.values import check_delta, check_gamma, check_switch
 from sglang_sparse.option_values import OptionsError
 from sglang_sparse.options import SparseDecodeOptions
 
@@ -23,7 +24,7 @@ KEY = "sparse_decode"
 KEEP_ALL = math.inf
 """A threshold that makes every rule keep all blocks: above any coverage and any number of blocks."""
 
-_FIELDS = ("gamma", "dense")
+_FIELDS = ("gamma", "delta", "dense")
 _SCALARS = (bool, int, float, str, type(None))
 _INTEGERS = (-(2**63), 2**64 - 1)
 
@@ -50,8 +51,9 @@ def threshold(custom_params: Any) -> float | None:
         return None
     if asked.get("dense") is True:
         return KEEP_ALL
-    gamma = asked.get("gamma")
-    return None if gamma is None else float(gamma)
+    # Only one of them goes with the server's rule.
+    own = asked.get("gamma", asked.get("delta"))
+    return None if own is None else float(own)
 
 
 def _check_sparse_decode(asked: Any, options: SparseDecodeOptions) -> None:
@@ -64,10 +66,11 @@ def _check_sparse_decode(asked: Any, options: SparseDecodeOptions) -> None:
     if unknown:
         raise OptionsError(f"{field}.{unknown[0]} is unknown: known are {', '.join(_FIELDS)}")
     dense = "dense" in asked and check_switch(f"{field}.dense", asked["dense"])
-    if "gamma" in asked:
-        check_gamma(f"{field}.gamma", asked["gamma"], options)
-        if dense:
-            raise OptionsError(f"{field}.gamma has no effect with {field}.dense: remove one of them")
+    for name, check in (("gamma", check_gamma), ("delta", check_delta)):
+        if name in asked:
+            check(f"{field}.{name}", asked[name], options)
+            if dense:
+                raise OptionsError(f"{field}.{name} has no effect with {field}.dense: remove one of them")
 
 
 def _check_item(field: str, name: Any, value: Any) -> None:

@@ -38,6 +38,8 @@ class DecodeControl:
         self.audit_rate = options.audit_rate
         self.gamma: float | None = None
         """One gamma for all layers and KV heads instead of those of the options."""
+        self.delta: float | None = None
+        """One delta for all layers and KV heads instead of that of the options."""
         self._options = options
         self._thresholds = thresholds
         self._started = thresholds[:, :1].clone()
@@ -93,16 +95,16 @@ class DecodeControl:
 
     def report(self) -> dict[str, Any]:
         """Current settings, those that wait for the next step included; JSON types only."""
-        current = {"enabled": self.enabled, "gamma": self.gamma, "audit_rate": self.audit_rate}
+        current = {"enabled": self.enabled, "gamma": self.gamma, "delta": self.delta, "audit_rate": self.audit_rate}
         return current | self._pending
 
     def _write_base(self) -> None:
         if not self.enabled:
             self._base = torch.full_like(self._started, KEEP_ALL)
-        elif self.gamma is not None:
-            self._base = torch.full_like(self._started, self.gamma)
         else:
-            self._base = self._started
+            # Only one of them goes with the server's rule.
+            own = self.gamma if self.gamma is not None else self.delta
+            self._base = self._started if own is None else torch.full_like(self._started, own)
         self._thresholds.copy_(self._base.expand_as(self._thresholds))
         self._loaded = ()
 

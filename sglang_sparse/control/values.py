@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,12 +37,28 @@ def check_gamma(field: str, value: Any, options: SparseDecodeOptions) -> float:
     return float(value)
 
 
+def check_delta(field: str, value: Any, options: SparseDecodeOptions) -> float:
+    """Nats above 0; raises OptionsError if they are none, or if the server's rule has no use for them."""
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise OptionsError(f"{field} is {_shown(value)}: give a number of nats above 0")
+    if options.rule != "top-delta":
+        raise OptionsError(
+            f"{field} has no effect with {flag('rule')} {options.rule}: "
+            f"remove it, or start with {flag('rule')} top-delta"
+        )
+    return float(value)
+
+
 def _check_enabled(value: Any, options: SparseDecodeOptions) -> bool:
     return check_switch("enabled", value)
 
 
 def _check_gamma(value: Any, options: SparseDecodeOptions) -> float | None:
     return None if value is None else check_gamma("gamma", value, options)
+
+
+def _check_delta(value: Any, options: SparseDecodeOptions) -> float | None:
+    return None if value is None else check_delta("delta", value, options)
 
 
 def _check_audit_rate(value: Any, options: SparseDecodeOptions) -> float:
@@ -57,9 +74,11 @@ def _check_audit_rate(value: Any, options: SparseDecodeOptions) -> float:
 CHANGES: dict[str, Callable[[Any, SparseDecodeOptions], Change]] = {
     "enabled": _check_enabled,
     "gamma": _check_gamma,
+    "delta": _check_delta,
     "audit_rate": _check_audit_rate,
 }
-"""What can be changed for all requests, and how each value is checked. `gamma` null is what the server started with."""
+"""What can be changed for all requests, and how each value is checked. `gamma` and `delta` null are what the
+server started with."""
 
 
 def check_changes(body: Mapping[str, Any], options: SparseDecodeOptions) -> dict[str, Change]:

@@ -12,6 +12,7 @@ import torch
 from sglang_sparse import sglang_compat
 from sglang_sparse.backend import SparseDecodeBackend
 from sglang_sparse.observe.counters import Reading
+from sglang_sparse.options import SparseDecodeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     reading = backend.step.counters.read()
     options = backend.step.options
     block: dict[str, Any] = {
-        "options": json.loads(options.to_json()) | {"tail": options.resolved_tail},
+        "options": json.loads(options.to_json()) | {"tail": options.resolved_tail, "delta": _delta(options)},
         "page_size": backend.step.geometry.page_size,
         "summary_bytes": backend.step.summaries.bytes,
         "steps": reading.steps,
@@ -40,6 +41,10 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     if os.environ.get(SELF_CHECK_VARIABLE) == "1":
         block["self_check"] = self_check(backend, scheduler)
     return block
+
+
+def _delta(options: SparseDecodeOptions) -> float | None:
+    return options.resolved_delta if options.rule == "top-delta" else None
 
 
 def live_state(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:

@@ -52,8 +52,13 @@ class Estimator(Protocol):
         scale: float,
         min_context: int,
         out: torch.Tensor,
+        block_max: torch.Tensor | None = None,
     ) -> None:
-        """Writes `out[B, Hkv, G, N]` for the rows of at least `min_context` tokens (docs/architecture.md)."""
+        """Writes `out[B, Hkv, G, N]` for the rows of at least `min_context` tokens (docs/architecture.md).
+
+        `block_max`, of the same shape, gets the largest score of each block; only estimators that guess the scores of
+        tokens can write it.
+        """
 
 
 class ExactEstimator:
@@ -87,6 +92,7 @@ class ExactEstimator:
         scale: float,
         min_context: int,
         out: torch.Tensor,
+        block_max: torch.Tensor | None = None,
     ) -> None:
         block_mass_exact(
             q,
@@ -98,6 +104,7 @@ class ExactEstimator:
             block_size=self._geometry.block_size,
             min_context=min_context,
             out=out,
+            block_max=block_max,
         )
 
 
@@ -137,7 +144,10 @@ class StatisticsEstimator:
         scale: float,
         min_context: int,
         out: torch.Tensor,
+        block_max: torch.Tensor | None = None,
     ) -> None:
+        if block_max is not None:
+            raise ValueError(f"estimator {self.name} guesses no scores of tokens")
         block_mass_statistics(
             q,
             k_pool,
@@ -192,6 +202,7 @@ class ThumbnailEstimator:
         scale: float,
         min_context: int,
         out: torch.Tensor,
+        block_max: torch.Tensor | None = None,
     ) -> None:
         codes, low_step = summary
         block_mass_thumbnail(
@@ -207,6 +218,7 @@ class ThumbnailEstimator:
             block_size=self._geometry.block_size,
             min_context=min_context,
             out=out,
+            block_max=block_max,
         )
 
 

@@ -29,11 +29,14 @@ def summarise(now: Totals, before: Totals | None) -> dict[str, Any]:
 
 
 def _current_options(block: dict[str, Any]) -> dict[str, Any]:
-    """The options that the server was started with, with the gamma that it was given since then."""
-    gamma = block.get("control", {}).get("gamma")
-    if gamma is None:
-        return block["options"]
-    return block["options"] | {"gamma": gamma, "gamma_by_layer": [], "gamma_by_head": []}
+    """The options that the server was started with, with the gamma or delta that it was given since then."""
+    control = block.get("control", {})
+    options: dict[str, Any] = dict(block["options"])
+    if control.get("gamma") is not None:
+        options |= {"gamma": control["gamma"], "gamma_by_layer": [], "gamma_by_head": []}
+    if control.get("delta") is not None:
+        options["delta"] = control["delta"]
+    return options
 
 
 def _shares(block: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def _asked(options: dict[str, Any]) -> str:
     if options["rule"] == "coverage":
         differs = "by head" if options["gamma_by_head"] else "by layer" if options["gamma_by_layer"] else ""
         return f"gamma {differs or options['gamma']}"
+    if options["rule"] == "top-delta":
+        return f"top-delta {options['delta']:g}"
     return f"{options['rule']} {options['top_k'] or ''}".strip()
 
 

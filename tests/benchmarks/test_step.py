@@ -31,6 +31,12 @@ def test_rows_keep_what_is_asked(kept: float) -> None:
     assert read - kept_now == pytest.approx(scan, abs=0.005)
 
 
+@pytest.mark.parametrize("path", ["lists", "fused"])
+def test_rows_keep_what_is_asked_with_top_delta(path: str) -> None:
+    kept_now, _ = make_case("0.1", context=3000, rule="top-delta", path=path).measure_read()
+    assert kept_now == pytest.approx(0.1, abs=0.02)
+
+
 def test_each_row_keeps_its_own_share() -> None:
     case = make_case("qwen-30k", layers=3)
     case.measure_read()

@@ -12,6 +12,7 @@ from random_model import write_random_model
 
 from sglang_sparse.calibrate.candidates import block_log_mass, token_scores
 from sglang_sparse.calibrate.errors import CalibrationError
+from sglang_sparse.calibrate.grids import delta_grid
 from sglang_sparse.calibrate.measure import measure, prepare
 from sglang_sparse.calibrate.prompts import Prompt
 from sglang_sparse.calibrate.replay import Replay
@@ -64,6 +65,25 @@ def test_one_pass_equals_decoding_token_by_token(
         prefix.length += 1
         prefix.room -= 1
     assert together.kept.mean() < 0.8
+
+
+@over_devices
+def test_top_delta_comes_closer_with_delta(device: str, replay_on: Callable[[str], Replay]) -> None:
+    """Exact scores, thumbnails and FFD's symmetric code, from little to everything."""
+    replay = replay_on(device)
+    prefix, tokens = replay.prefill(PROMPT, 20), PROMPT[:20]
+    dense = replay.force(prefix, tokens, DENSE)
+    base = Setting(SparseDecodeOptions(sink_tokens=4, window_tokens=8))
+    grid = delta_grid(base, [0.05, 50.0])
+    assert [setting.value for setting in grid[:2]] == [0.05, 50.0]
+    assert {setting.rule for setting in grid} == {"top-delta"}
+    assert "symmetric-2bit/page64/block16" in {setting.estimator for setting in grid}
+    for little, much in zip(grid[::2], grid[1::2], strict=True):
+        near, far = replay.force(prefix, tokens, much), replay.force(prefix, tokens, little)
+        torch.testing.assert_close(near.logits, dense.logits, rtol=1e-3, atol=2e-3)
+        assert (near.kept == 1).all()
+        assert far.kept.mean() < 0.95
+        assert (far.logits - dense.logits).abs().max() > 0.01
 
 
 @over_devices

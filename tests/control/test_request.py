@@ -16,6 +16,7 @@ from sglang_sparse.options import SparseDecodeOptions
 
 OPTIONS = SparseDecodeOptions()
 TOP_K = SparseDecodeOptions(rule="top-k", top_k=0.2)
+TOP_DELTA = SparseDecodeOptions(rule="top-delta")
 
 GOOD: list[tuple[Any, float | None]] = [
     (None, None),
@@ -41,7 +42,9 @@ BAD: list[tuple[Any, str]] = [
     ({KEY: {"gamma": "high"}}, 'custom_params.sparse_decode.gamma is "high":'),
     ({KEY: {"gamma": True}}, "custom_params.sparse_decode.gamma is true:"),
     ({KEY: {"dense": 1}}, "custom_params.sparse_decode.dense is 1:"),
-    ({KEY: {"delta": 3}}, "custom_params.sparse_decode.delta is unknown: known are gamma, dense"),
+    ({KEY: {"delta": 3}}, "custom_params.sparse_decode.delta has no effect with --sparse-decode-rule coverage"),
+    ({KEY: {"delta": -1}}, "custom_params.sparse_decode.delta is -1:"),
+    ({KEY: {"top_k": 3}}, "custom_params.sparse_decode.top_k is unknown: known are gamma, delta, dense"),
     ({KEY: {"dense": True, "gamma": 0.5}}, "custom_params.sparse_decode.gamma has no effect with"),
     ({KEY: {"gamma": {"layer": 1}}}, "custom_params.sparse_decode.gamma is an object:"),
     ({"a": {"b": [1]}}, "custom_params.a.b is a list:"),
@@ -54,6 +57,12 @@ BAD: list[tuple[Any, str]] = [
     ({"a": {1: 1}}, "custom_params.a.1: keys in custom_params must be strings"),
     ({"a": b"x"}, "custom_params.a is bytes:"),
 ]
+
+
+def test_a_request_has_a_delta_of_its_own() -> None:
+    params = {KEY: {"delta": 8}}
+    check_custom_params(params, TOP_DELTA)
+    assert threshold(params) == 8.0
 
 
 @pytest.mark.parametrize(("params", "expected"), GOOD, ids=str)

@@ -21,6 +21,8 @@ RULES = [
     {"gamma_by_head": ((0.9, 0.4), (0.5, 0.7))},
     {"rule": "top-k", "top_k": 0.3, "estimator": "minmax"},
     {"rule": "top-k", "top_k": 9, "estimator": "exact"},
+    {"rule": "top-delta", "delta": 0.1, "path": "lists"},
+    {"rule": "top-delta", "delta": 0.1, "path": "fused"},
 ]
 ROWS = [0, 1, 2, 3]
 
@@ -78,7 +80,7 @@ def test_a_change_waits_for_the_next_step() -> None:
     before = sim.step.buffers.thresholds.clone()
     control.change({"gamma": 0.3, "audit_rate": 0.5})
     assert control.is_waiting
-    assert control.report() == {"enabled": True, "gamma": 0.3, "audit_rate": 0.5}
+    assert control.report() == {"enabled": True, "gamma": 0.3, "delta": None, "audit_rate": 0.5}
     assert torch.equal(sim.step.buffers.thresholds, before)
     step(sim)
     assert not control.is_waiting
@@ -98,6 +100,17 @@ def test_gamma_changes_what_is_read_and_null_restores_it() -> None:
         assert torch.equal(step(sim), step(other))
     assert kept(expected[0.3]) < kept(expected[0.98])
     sim.step.control.change({"gamma": None})
+    sim.step.control.before_step()
+    assert torch.equal(sim.step.buffers.thresholds, started)
+
+
+def test_delta_changes_what_is_read_and_null_restores_it() -> None:
+    sim = Simulation(lengths(), make_options(rule="top-delta", delta=0.1), DEVICE)
+    other = Simulation(lengths(), make_options(rule="top-delta", delta=0.7), DEVICE)
+    started = sim.step.buffers.thresholds.clone()
+    sim.step.control.change({"delta": 0.7})
+    assert torch.equal(step(sim), step(other))
+    sim.step.control.change({"delta": None})
     sim.step.control.before_step()
     assert torch.equal(sim.step.buffers.thresholds, started)
 

@@ -17,12 +17,18 @@ GOOD = [
     {"gamma": None},
     {"audit_rate": 0},
     {"audit_rate": 1},
+    {"delta": None},
     {"enabled": True, "gamma": 0.25, "audit_rate": 0.5},
 ]
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({}, "nothing to change: give one of enabled, gamma, audit_rate"),
-    ({"delta": 3}, 'unknown key "delta"'),
+    ({}, "nothing to change: give one of enabled, gamma, delta, audit_rate"),
+    ({"delta": 3}, "delta has no effect with --sparse-decode-rule coverage"),
+    ({"delta": 0}, "delta is 0: give a number of nats above 0"),
+    ({"delta": float("nan")}, "delta is NaN:"),
+    ({"delta": float("inf")}, "delta is Infinity:"),
+    ({"delta": True}, "delta is true:"),
+    ({"top_k": 3}, 'unknown key "top_k"'),
     ({"gamma": 0.9, "Gamma": 0.9}, 'unknown key "Gamma"'),
     ({"gamma": 0}, "gamma is 0:"),
     ({"gamma": 1.01}, "gamma is 1.01:"),
@@ -44,6 +50,10 @@ def test_changes_in_range_are_taken(body: dict[str, Any]) -> None:
     assert check_changes(body, SparseDecodeOptions()) == body
 
 
+def test_delta_goes_with_its_rule() -> None:
+    assert check_changes({"delta": 3}, SparseDecodeOptions(rule="top-delta")) == {"delta": 3.0}
+
+
 @pytest.mark.parametrize(("body", "message"), BAD, ids=[message for _, message in BAD])
 def test_others_are_refused_by_name(body: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionsError, match=message) as caught:
@@ -56,6 +66,7 @@ def test_others_are_refused_by_name(body: dict[str, Any], message: str) -> None:
     [
         ({"rule": "top-k", "top_k": 0.2}, {"gamma": 0.9}, "no effect with --sparse-decode-rule top-k"),
         ({"rule": "all"}, {"gamma": 0.9}, "no effect with --sparse-decode-rule all"),
+        ({"rule": "top-delta"}, {"gamma": 0.9}, "no effect with --sparse-decode-rule top-delta"),
         ({"gamma": 1}, {"gamma": 0.9}, "server started with --sparse-decode-gamma 1"),
         ({"gamma_by_layer": (1, 1)}, {"gamma": 0.9}, "server started with --sparse-decode-gamma-by-layer 1"),
         ({"audit_rate": 0}, {"audit_rate": 0.1}, "server started with --sparse-decode-audit-rate 0"),

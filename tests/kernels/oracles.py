@@ -45,6 +45,19 @@ def expected_mass(case: PagedCase, estimate, min_context: int) -> torch.Tensor:
     return out
 
 
+def expected_maxima(case: PagedCase, keys_of, min_context: int) -> torch.Tensor:
+    """Largest score of each block under `keys_of(b)`, `[length, Hkv, D]` float64; NaN where nothing is written."""
+    out = poisoned(case.batch, case.num_kv_heads, case.group_size, case.capacity, device=case.q.device)
+    for b, length in enumerate(case.lengths):
+        if length == 0 or length < min_context:
+            continue
+        q = case.q[b].double().view(case.num_kv_heads, case.group_size, -1)
+        scores = torch.einsum("hgd,thd->hgt", q, keys_of(b)) * case.scale
+        for j in range(case.blocks(b)):
+            out[b, :, :, j] = scores[..., j * case.block_size : (j + 1) * case.block_size].amax(-1).float()
+    return out
+
+
 def statistics_mass(case: PagedCase, b: int, statistics: torch.Tensor, kind: str) -> torch.Tensor:
     """Estimated log mass of request `b`'s closed blocks from stored statistics: `[Hkv, G, blocks]` float64."""
     per_page = case.page_size // case.block_size

@@ -2,7 +2,7 @@ import pytest
 import torch
 from factories import make_paged_case
 from mass_cases import common_arguments, mass_output, over_dtypes, over_impls, over_shapes, ragged_case, tolerance
-from oracles import exact_mass, expected_mass
+from oracles import exact_mass, expected_mass, expected_maxima
 from sparse_kernels import _score_tile, block_mass_exact
 
 
@@ -24,6 +24,20 @@ def check(case, impl, **changes):
 @over_dtypes
 def test_exact(impl, page_size, block_size, head_dim, group_size, dtype):
     check(ragged_case(page_size, block_size, head_dim, group_size, dtype), impl)
+
+
+@over_impls
+@over_dtypes
+def test_largest_scores(impl, dtype):
+    case = ragged_case(32, 16, 64, 3, dtype)
+    out, maxima = mass_output(case), mass_output(case)
+    arguments = common_arguments(case, min_context=17)
+    block_mass_exact(
+        case.q, case.k_pool, case.page_table, case.seq_lens, **arguments, out=out, block_max=maxima, impl=impl
+    )
+    check(case, impl, min_context=17)
+    expected = expected_maxima(case, lambda b: case.keys(b).double(), 17)
+    torch.testing.assert_close(maxima, expected, **tolerance(dtype, 5e-3))
 
 
 @over_impls

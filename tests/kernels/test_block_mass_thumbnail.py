@@ -2,7 +2,7 @@ import pytest
 import torch
 from factories import make_paged_case, poisoned
 from mass_cases import common_arguments, mass_output, over_dtypes, over_impls, over_shapes, ragged_case, tolerance
-from oracles import dequantised, exact_mass, expected_mass, token_mass
+from oracles import dequantised, exact_mass, expected_mass, expected_maxima, token_mass
 from sparse_kernels import block_mass_thumbnail, thumbnail
 
 over_bits = pytest.mark.parametrize("bits", [2, 3, 4])
@@ -46,6 +46,25 @@ def test_estimates(impl, bits, page_size, block_size, head_dim, group_size, dtyp
     out = estimate(case, thumbnails, bits, impl)
     # Natively the query with the step folded in is rounded to bfloat16: 2**-9 of each product with a code of up to 15.
     torch.testing.assert_close(out, brute_force(case, thumbnails, bits), **tolerance(dtype, 6e-2))
+
+
+@over_impls
+@over_bits
+@over_dtypes
+def test_largest_scores(impl, bits, dtype):
+    case = ragged_case(32, 16, 64, 3, dtype)
+    thumbnails = summarise(case, bits)
+    maxima = mass_output(case)
+    out = estimate(case, thumbnails, bits, impl, min_context=17, block_max=maxima)
+    torch.testing.assert_close(out, brute_force(case, thumbnails, bits, 17), **tolerance(dtype, 6e-2))
+
+    def keys(b):
+        closed = case.lengths[b] // case.page_size
+        pages = case.page_table[b, :closed].long()
+        estimated = dequantised(thumbnails[0][pages], thumbnails[1][pages], bits, case.head_dim)
+        return torch.cat((estimated.transpose(1, 2).flatten(0, 1), case.keys(b)[closed * case.page_size :].double()))
+
+    torch.testing.assert_close(maxima, expected_maxima(case, keys, 17), **tolerance(dtype, 6e-2))
 
 
 @over_impls

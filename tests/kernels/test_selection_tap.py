@@ -128,7 +128,7 @@ def test_a_created_tap_is_disarmed_and_fits():
         kv_heads=2, group_size=3, head_dim=HEAD_DIM, capacity=CAPACITY, dtype=torch.float16, device=DEVICE
     )
     case = make_case("gamma")
-    point(case, tap).check(case.log_mass)
+    point(case, tap).check(case.log_mass.shape)
     assert tap.target.tolist() == [-1, -1]
     assert tap.bytes == 2 * 4 + 6 * HEAD_DIM * 2 + 2 * CAPACITY * 4 + 2 * 4 + 4
 

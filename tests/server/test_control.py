@@ -24,7 +24,7 @@ FLAGS = (
     *("--admin-api-key", ADMIN_KEY, "--chat-template", "chatml", *SHARED),
 )
 TOKENS = 16
-STARTED = {"enabled": True, "gamma": None, "audit_rate": 0.5}
+STARTED = {"enabled": True, "gamma": None, "delta": None, "audit_rate": 0.5}
 DEEP: list[tuple[Any, str]] = [
     ({"sparse_decode": {"gamma": 2}}, "custom_params.sparse_decode.gamma"),
     ({"sparse_decode": {"gamma": {"layer": 0.9}}}, "custom_params.sparse_decode.gamma"),

@@ -1,0 +1,43 @@
+"""Which way rule `top-delta` takes through a layer: block lists, or the fused pass.
+
+By way of lists a layer estimates, lists and attends in turn; the fused pass does all three in one launch and a combine
+(`fused_top_delta`). Other rules have block lists only. A CUDA graph is captured for each batch size, so that the choice
+by batch size costs nothing at run time.
+"""
+
+from __future__ import annotations
+
+from sglang_sparse.options import SparseDecodeOptions
+
+FUSED_UP_TO = 0
+"""Largest batch for which `auto` takes the fused pass. From `python -m benchmarks kernel fused_top_delta`: not measured
+on a GPU yet, so that `auto` takes the lists."""
+
+
+def can_fuse(options: SparseDecodeOptions) -> bool:
+    """Whether there is a fused pass for the rule and the estimator."""
+    return options.rule == "top-delta" and options.estimator == "thumbnail"
+
+
+def takes_fused(options: SparseDecodeOptions, batch: int) -> bool:
+    """Whether a batch of `batch` requests takes the fused pass."""
+    if not can_fuse(options) or options.path == "lists":
+        return False
+    return options.path == "fused" or batch <= FUSED_UP_TO
+
+
+def ever_fused(options: SparseDecodeOptions) -> bool:
+    """Whether any batch takes the fused pass."""
+    return takes_fused(options, 1)
+
+
+def ever_lists(options: SparseDecodeOptions) -> bool:
+    """Whether some batch takes block lists."""
+    return not (can_fuse(options) and options.path == "fused")
+
+
+def describe(options: SparseDecodeOptions) -> str:
+    """The paths of the options, for the log."""
+    if not ever_fused(options):
+        return "lists (chosen by auto)" if can_fuse(options) and options.path == "auto" else "lists"
+    return f"fused up to batch {FUSED_UP_TO}, then lists" if ever_lists(options) else "fused"
