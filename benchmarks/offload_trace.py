@@ -107,7 +107,9 @@ def draw(about: dict[str, Any], results: dict[str, Any]) -> bytes:
     for place, (name, found) in zip(axes[0], results.items(), strict=True):
         for policy, rates in found["rates"]["row"].items():
             place.plot(found["sizes"], rates["warm"], marker="o", ms=3, label=f"{policy}, warm")
-        place.plot(found["sizes"], found["rates"]["row"]["lru"]["all_steps"], "--", color="0.5", label="lru, from empty")
+        place.plot(
+            found["sizes"], found["rates"]["row"]["lru"]["all_steps"], "--", color="0.5", label="lru, from empty"
+        )
         place.axhline(found["previous_step_only"], color="0.7", lw=1, label="previous step only")
         place.set(xlabel="slots ÷ mean blocks kept", title=f"{name}, kept {found['kept']:.1%}")
         place.title.set_fontsize(9)

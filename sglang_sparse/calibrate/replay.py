@@ -31,8 +31,8 @@ FIRST_SLOT = 128
 """The sequence begins here: a page boundary for every page size, and page 0 is padding, as in SGLang."""
 
 Recorder = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""Called with a layer that selects and what it chose: lists `[N, Hkv, blocks]` and counts `[N, Hkv]`, overwritten by the
-next layer."""
+"""Called with a layer that selects and what it chose: lists `[N, Hkv, blocks]` and counts `[N, Hkv]`. The next layer
+overwrites both."""
 
 
 @dataclass
