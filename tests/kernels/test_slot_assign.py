@@ -131,3 +131,20 @@ def test_refuses():
         slot_assign(epoch, maps, fetch, lag=3, blocks_per_page=2)
     with pytest.raises(ValueError, match=r"epoch has dtype torch.int64"):
         slot_assign(epoch.long(), maps, fetch, lag=0, blocks_per_page=2)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_block_that_moved_keeps_its_new_slot(impl):
+    """A slot that still names a block which its page's reuse put elsewhere is taken without touching the map."""
+    maps, fetch, epoch = make(6, [0, 0, 0])
+    maps.slot_map.fill_(NO_SLOT)
+    maps.slot_block[0] = torch.tensor([7, 7, 8, 9, 10, 11])
+    maps.slot_map[0, 7], maps.slot_map[0, 3] = 1, CLAIMED
+    maps.slot_stamp[0] = torch.tensor([100, 199, 199, 199, 199, 199])
+    fetch.blocks[0, 0], fetch.counts[0] = 3, 1
+    maps, fetch, epoch = to_device(maps, fetch, epoch)
+    totals = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    slot_assign(epoch, maps, fetch, lag=0, blocks_per_page=PER_PAGE, totals=totals, impl=impl)
+    assert maps.slot_block[0].tolist() == [3, 7, 8, 9, 10, 11]
+    assert [int(maps.slot_map[0, b]) for b in (3, 7)] == [0, 1]
+    assert totals.tolist() == [0, 0, 0, 0]
