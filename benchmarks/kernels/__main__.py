@@ -30,7 +30,15 @@ OPERATIONS = (
     "request_totals",
     "stopwatch",
 )
-ON_REQUEST = ("sparse_attention_tiles",)
+ON_REQUEST = (
+    "sparse_attention_tiles",
+    "slot_lookup",
+    "slot_assign",
+    "slot_attention",
+    "block_gather",
+    "block_store",
+    "gather_overlap",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
