@@ -107,4 +107,5 @@ def block_gather_reference(
 ) -> None:
     """`block_gather` in plain torch."""
     n = int(count)
-    target[target_index[:n].long()] = source[source_index[:n].long()].to(target.device)
+    blocks = source[source_index[:n].long().to(source.device)]
+    target[target_index[:n].long()] = blocks.to(target.device)

@@ -15,6 +15,10 @@ HOST_FLAG = "--sparse-decode-host-memory"
 HOT_FLAG = "--sparse-decode-hot-cache"
 STAGING_FLAG = "--sparse-decode-staging"
 
+MIN_HOT_SHARE = 0.25
+"""Of the GPU memory left by open pages and staging, for slots, unless the hot cache has a size: a pool of which nothing
+is cached would be read over PCIe alone."""
+
 LONG_SEQUENCE = 128 << 10
 """Tokens of the sequences that sizes are told in."""
 
@@ -153,7 +157,7 @@ def plan_sizes(
     """What fits into host memory and the GPU's KV budget.
 
     Open pages and staging come first, then summaries for as many pages as the host holds, then slots: `hot_bytes`, or
-    what is left. If all does not fit, the host pool shrinks until its summaries do.
+    what is left, at least `MIN_HOT_SHARE`. If all does not fit, the host pool shrinks until its summaries do.
 
     Args:
         host_bytes: for the pool.
@@ -180,7 +184,8 @@ def plan_sizes(
             f"{HOT_FLAG} asks for {hot_bytes / GIB:.2f} GiB, but open pages and staging leave {left / GIB:.2f} of the "
             f"GPU's KV budget of {gpu_bytes / GIB:.2f} GiB: ask for less"
         )
-    pages = min(host_bytes // shape.host_page_bytes, int((left - (hot_bytes or 0)) / shape.gpu_page_bytes))
+    kept_for_slots = int(MIN_HOT_SHARE * left) if hot_bytes is None else hot_bytes
+    pages = min(host_bytes // shape.host_page_bytes, int((left - kept_for_slots) / shape.gpu_page_bytes))
     # The padding page, and one to write to.
     if pages < 2:
         if host_bytes < 2 * shape.host_page_bytes:

@@ -8,7 +8,15 @@ import torch
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.errors import OffloadError
 from sglang_sparse.offload.limits import MemoryLimit
-from sglang_sparse.offload.sizing import GIB, OffloadShape, check_host_bytes, parse_memory, plan_sizes, share_slots
+from sglang_sparse.offload.sizing import (
+    GIB,
+    MIN_HOT_SHARE,
+    OffloadShape,
+    check_host_bytes,
+    parse_memory,
+    plan_sizes,
+    share_slots,
+)
 
 LLAMA = OffloadShape(
     Geometry(kv_heads=8, group_size=4, head_dim=128, dtype=torch.bfloat16, page_size=64, block_size=16),
@@ -40,6 +48,13 @@ def test_the_pool_shrinks_to_what_the_gpu_can_summarise() -> None:
     assert sizes.host_pages < 6 * 2048
     taken = sizes.summary_bytes + sizes.hot_bytes + sizes.staging_bytes + sizes.open_bytes
     assert 9.9 * GIB < taken <= 10 * GIB
+
+
+def test_slots_have_a_share_even_if_the_host_could_hold_more() -> None:
+    sizes = plan_sizes(LLAMA, host_bytes=190 * GIB, gpu_bytes=20 * GIB, staging_tokens=1000)
+    assert sizes.host_bytes < 190 * GIB
+    left = 20 * GIB - sizes.staging_bytes - sizes.open_bytes
+    assert sizes.hot_bytes == pytest.approx(MIN_HOT_SHARE * left, rel=1e-3)
 
 
 def test_no_more_slots_than_blocks() -> None:
