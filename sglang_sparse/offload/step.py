@@ -147,8 +147,12 @@ class OffloadStep:
         out: torch.Tensor,
         tail: AttentionTail | None = None,
         lse: torch.Tensor | None = None,
+        open_rows: torch.Tensor | None = None,
     ) -> None:
-        """Attention over the blocks that `fetch` of the same lists found; arguments as in `sparse_attention`."""
+        """Attention over the blocks that `fetch` of the same lists found; arguments as in `sparse_attention`.
+
+        `open_rows` are those of the requests of `q`, if they are not the first of the step.
+        """
         g, batch = self.cache.geometry, len(q)
         self.streams.operation(
             "attention",
@@ -157,7 +161,7 @@ class OffloadStep:
         )
         slot_attention(
             q,
-            self.cache.sources(layer, self.host, self.open_rows),
+            self.cache.sources(layer, self.host, self.open_rows if open_rows is None else open_rows),
             self.locations[:batch],
             page_table,
             seq_lens,
