@@ -38,6 +38,7 @@ ON_REQUEST = (
     "block_gather",
     "block_store",
     "gather_overlap",
+    "offload_step",
 )
 
 

@@ -227,6 +227,7 @@ def test_peers_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch, capsys: py
         ("slot_assign", ["with lookup, 1"]),
         ("slot_attention", ["pool, kept 0.3", "slots, 0% direct, kept 0.3", "slots, 2% direct, kept 0.3"]),
         ("block_gather", ["64 blocks of 8192 B, 8 programs", "64 blocks of 8192 B, 32 programs"]),
+        ("offload_step", ["resident, kept 0.3", "2"]),
         ("block_store", ["decode, 3 tokens", "prefill, 2048 tokens"]),
     ],
 )
