@@ -1,7 +1,8 @@
 """The streams that offload works on. A step names its streams, events, reads and writes; what runs them decides.
 
-Names of streams: `forward` is SGLang's; `prefetch` runs beside it. An event is recorded on one stream and waited for
-once on another: what was recorded in an earlier graph capture must not be waited for in a later one.
+Names of streams: `forward` is SGLang's; `prefetch` runs beside decode steps, `load` and `store` beside prefill. An event
+is recorded on one stream and waited for once on another: what was recorded in an earlier graph capture must not be
+waited for in a later one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 
 FORWARD = "forward"
 PREFETCH = "prefetch"
+LOAD = "load"
+STORE = "store"
 
 Resource = Hashable
 """What an operation reads or writes, such as `("hot", layer)`."""
@@ -41,7 +44,7 @@ class CudaStreams(Streams):
     """Streams of a GPU; `forward` is whichever is current. Forks and joins can be captured in a CUDA graph."""
 
     def __init__(self, device: torch.device | str) -> None:
-        self._side: dict[str, Any] = {PREFETCH: torch.cuda.Stream(device)}
+        self._side: dict[str, Any] = {name: torch.cuda.Stream(device) for name in (PREFETCH, LOAD, STORE)}
         self._events: dict[str, Any] = {}
         self._recorded: set[str] = set()
 
