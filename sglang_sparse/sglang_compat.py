@@ -145,6 +145,18 @@ def cache_shape(owner: Any) -> dict[str, Any]:
     }
 
 
+def pool_arguments(owner: Any) -> dict[str, Any]:
+    """Arguments of SGLang's `KVCache` from a `KVCacheConfigurator`, less the size."""
+    return {
+        "page_size": owner.pool_page_size,
+        "dtype": owner.kv_cache_dtype,
+        "layer_num": owner.layer_info.num_effective_layers,
+        "device": owner.device,
+        "start_layer": owner.layer_info.start_layer,
+        "end_layer": owner.layer_info.end_layer,
+    }
+
+
 def logs_decode_now(reporter: Any) -> bool:
     """Whether SGLang's `report_decode_stats` logs a line in this call."""
     due = reporter.forward_ct_decode % reporter.decode_log_interval == 0

@@ -11,25 +11,10 @@ import torch
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.layer_clock import ATTENTION
-from sglang_sparse.offload.errors import OffloadError
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.step import OffloadStep
 from sglang_sparse.offload.streams import Streams
-from sglang_sparse.options import SparseDecodeOptions, flag
-
-OFFLOAD_FLAG = "--sparse-decode-offload"
-
-
-def check_options(options: SparseDecodeOptions) -> None:
-    """Raises OffloadError if the options ask for something that needs all keys on the GPU."""
-    for wrong, name, instead in (
-        (options.rule == "all", f"{flag('rule')} all", "coverage or top-k"),
-        (bool(options.dense_layers), flag("dense_layers"), "a gamma near 1 for these layers"),
-        (options.estimator == "exact", f"{flag('estimator')} exact", "thumbnail"),
-        (options.audit_rate > 0, flag("audit_rate"), "0"),
-    ):
-        if wrong:
-            raise OffloadError(f"{OFFLOAD_FLAG}: {name} reads all keys of the GPU's pool: use {instead}")
+from sglang_sparse.options import SparseDecodeOptions
 
 
 class OffloadedDecode(DecodeStep):
@@ -42,10 +27,11 @@ class OffloadedDecode(DecodeStep):
         pages: of the host pool, the padding page included.
         slots: of each layer, for each KV head.
         rows: requests that may be decoding; each keeps the row of open pages that `load` is given.
-        options, geometry, max_requests, max_pages, device: as for `DecodeStep`.
+        options: with `offload`.
+        geometry, max_requests, max_pages, device: as for `DecodeStep`.
 
     Raises:
-        OffloadError: the options do not go together with offload, or the host memory cannot be had.
+        OffloadError: the host memory cannot be had.
     """
 
     def __init__(
@@ -62,7 +48,7 @@ class OffloadedDecode(DecodeStep):
         streams: Streams | None = None,
         **more: Any,
     ) -> None:
-        check_options(options)
+        assert options.offload
         super().__init__(
             options,
             geometry,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang_sparse.option_values import OptionsError
 
-class OffloadError(Exception):
+
+class OffloadError(OptionsError):
     """Offload cannot run as asked. One line: the flag, what was asked, what is available, what to do."""

@@ -33,8 +33,8 @@ class PrefillBatch:
     """Tokens in the host pool already; whole pages."""
     extend_lens: list[int]
     """New tokens; sum `T`."""
-    rows: list[int]
-    """Rows of the open pages."""
+    rows: torch.Tensor
+    """`[R]`, rows of the open pages."""
 
     def places(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`pool_slots [T]` int64 and `open_slots [T]` int32 of the new tokens, as `block_store` takes them."""

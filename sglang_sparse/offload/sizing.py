@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.errors import OffloadError
 from sglang_sparse.offload.limits import MemoryLimit
+from sglang_sparse.option_values import GIB, flag
 
-GIB = 1 << 30
-
-HOST_FLAG = "--sparse-decode-host-memory"
-HOT_FLAG = "--sparse-decode-hot-cache"
-STAGING_FLAG = "--sparse-decode-staging"
+HOST_FLAG = flag("host_memory")
+HOT_FLAG = flag("hot_cache")
+STAGING_FLAG = flag("staging")
 
 MIN_HOT_SHARE = 0.25
 """Of the GPU memory left by open pages and staging, for slots, unless the hot cache has a size: a pool of which nothing
@@ -21,21 +20,6 @@ is cached would be read over PCIe alone."""
 
 LONG_SEQUENCE = 128 << 10
 """Tokens of the sequences that sizes are told in."""
-
-
-def parse_memory(text: str, flag: str, whole: int, of: str) -> int:
-    """Bytes of a flag's value: `96` or `96GiB` are GiB, a number below 1 is a share of `whole` bytes.
-
-    Raises OffloadError if it is neither; `of` names the whole.
-    """
-    number = text.strip().lower().removesuffix("gib").removesuffix("g").strip()
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 2**30:
-        raise OffloadError(f"{flag} is {text!r}: give GiB, such as 96, or a share of {of} below 1, such as 0.8")
-    return int(value * whole) if value < 1 else int(value * GIB)
 
 
 @dataclass(frozen=True)
@@ -86,7 +70,7 @@ class OffloadSizes:
     slots: tuple[int, ...]
     """Of each layer, for each of its KV heads."""
     staging_tokens: int
-    """Prefix and chunk of a prefill batch, of which two layers are on the GPU at a time."""
+    """Of the prefixes of a prefill batch."""
     host_bytes: int
     summary_bytes: int
     hot_bytes: int
@@ -162,7 +146,7 @@ def plan_sizes(
     Args:
         host_bytes: for the pool.
         gpu_bytes: what SGLang would give to KV.
-        staging_tokens: tokens whose keys and values of two layers are on the GPU during prefill.
+        staging_tokens: tokens of prefixes that a prefill batch may have.
         hot_bytes: for slots.
         shares: of the slots, by layer.
 
@@ -171,7 +155,8 @@ def plan_sizes(
     """
     check_shape(shape)
     g = shape.geometry
-    staging = 2 * staging_tokens * g.kv_heads * g.kv_bytes
+    # Two layers' prefixes, and the contiguous copy that attention reads.
+    staging = 3 * staging_tokens * g.kv_heads * g.kv_bytes
     fixed = staging + shape.open_bytes
     if fixed > gpu_bytes:
         raise OffloadError(
@@ -189,12 +174,12 @@ def plan_sizes(
     # The padding page, and one to write to.
     if pages < 2:
         if host_bytes < 2 * shape.host_page_bytes:
-            flag, asked, needed = HOST_FLAG, host_bytes, 2.0 * shape.host_page_bytes
+            name, asked, needed = HOST_FLAG, host_bytes, 2.0 * shape.host_page_bytes
         else:
-            flag, asked, needed = HOT_FLAG, hot_bytes or 0, left - 2 * shape.gpu_page_bytes
-        word = "at least" if flag == HOST_FLAG else "at most"
+            name, asked, needed = HOT_FLAG, hot_bytes or 0, left - 2 * shape.gpu_page_bytes
+        word = "at least" if name == HOST_FLAG else "at most"
         raise OffloadError(
-            f"{flag} of {asked / GIB:.3f} GiB leaves no room for a page of tokens: give {word} {needed / GIB:.3f} GiB"
+            f"{name} of {asked / GIB:.3f} GiB leaves no room for a page of tokens: give {word} {needed / GIB:.3f} GiB"
         )
     summaries = int(pages * shape.gpu_page_bytes)
     hot = left - summaries if hot_bytes is None else hot_bytes

@@ -1,7 +1,7 @@
 """The streams that offload works on. A step names its streams, events, reads and writes; what runs them decides.
 
-Names of streams: `forward` is SGLang's; `prefetch` runs beside decode steps, `load` and `store` beside prefill. An event
-is recorded on one stream and waited for once on another: what was recorded in an earlier graph capture must not be
+Streams: `forward` is SGLang's; `prefetch` runs beside decode steps, `load` and `store` beside prefill. An event is
+recorded on one stream and waited for once on another: what was recorded in an earlier graph capture must not be
 waited for in a later one.
 """
 

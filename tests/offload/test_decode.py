@@ -10,8 +10,7 @@ import torch
 from sglang_sparse import memory
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry
-from sglang_sparse.offload.decode import OffloadedDecode, check_options
-from sglang_sparse.offload.errors import OffloadError
+from sglang_sparse.offload.decode import OffloadedDecode
 from sglang_sparse.offload.ordering import OrderLog
 from sglang_sparse.options import SparseDecodeOptions
 
@@ -36,7 +35,13 @@ class Pair:
         sizes = {"max_requests": len(lengths) + 1, "max_pages": MAX_PAGES, "device": "cpu"}
         self.plain = DecodeStep(options, GEOMETRY, layers=LAYERS, pages=PAGES, **sizes)
         self.offloaded = OffloadedDecode(
-            options, GEOMETRY, pages=PAGES, slots=[slots] * LAYERS, rows=len(lengths) + 1, streams=OrderLog(), **sizes
+            dataclasses.replace(options, offload=True),
+            GEOMETRY,
+            pages=PAGES,
+            slots=[slots] * LAYERS,
+            rows=len(lengths) + 1,
+            streams=OrderLog(),
+            **sizes,
         )
         shape = (LAYERS, PAGES * GEOMETRY.page_size, GEOMETRY.kv_heads, GEOMETRY.head_dim)
         self.k, self.v = torch.full(shape, float("nan")), torch.full(shape, float("nan"))
@@ -118,18 +123,3 @@ def test_turns_share_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(5):
         pair.step([0, 1, 2])
     assert int(pair.offloaded.cache.epoch) == 64 + 5
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rule": "all"}, "--sparse-decode-offload: --sparse-decode-rule all reads all keys"),
-        ({"dense_layers": (1,)}, "--sparse-decode-dense-layers reads all keys"),
-        ({"estimator": "exact"}, "--sparse-decode-estimator exact reads all keys of the GPU's pool: use thumbnail"),
-        ({"audit_rate": 0.1}, "--sparse-decode-audit-rate reads all keys of the GPU's pool: use 0"),
-    ],
-)
-def test_what_needs_all_keys_is_refused(change: dict, message: str) -> None:
-    check_options(SparseDecodeOptions(audit_rate=0))
-    with pytest.raises(OffloadError, match=message):
-        check_options(SparseDecodeOptions(**{"audit_rate": 0, **change}))

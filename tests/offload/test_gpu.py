@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ class Captured:
         sizes = {"max_requests": batch, "max_pages": MAX_PAGES, "device": "cuda"}
         self.plain = DecodeStep(OPTIONS, GEOMETRY, layers=LAYERS, pages=pages, **sizes)
         self.offloaded = OffloadedDecode(
-            OPTIONS,
+            dataclasses.replace(OPTIONS, offload=True),
             GEOMETRY,
             pages=pages,
             slots=[slots] * LAYERS,

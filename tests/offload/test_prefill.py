@@ -24,7 +24,7 @@ class Pools:
     def __init__(self, streams: Streams, staging_tokens: int = 256) -> None:
         self.generator = torch.Generator(DEVICE).manual_seed(2)
         self.decode = OffloadedDecode(
-            SparseDecodeOptions(audit_rate=0),
+            SparseDecodeOptions(offload=True),
             GEOMETRY,
             pages=PAGES,
             slots=[9] * LAYERS,
@@ -50,7 +50,8 @@ class Pools:
         table = torch.full((len(pages), 16), 2**30, dtype=torch.int32)
         for r, own in enumerate(pages):
             table[r, : len(own)] = torch.tensor(own)
-        batch = PrefillBatch(table.to(DEVICE), prefixes, extends, rows=[r + 1 for r in range(len(pages))])
+        rows = torch.arange(1, len(pages) + 1, device=DEVICE)
+        batch = PrefillBatch(table.to(DEVICE), prefixes, extends, rows)
         places, opened = batch.places(GEOMETRY.page_size)
         self.prefill.begin(batch)
         for layer in range(LAYERS):
@@ -164,4 +165,4 @@ def test_refuses(prefixes: list[int], message: str) -> None:
     pools = Pools(Streams(), staging_tokens=64)
     table = torch.arange(16, dtype=torch.int32)[None].to(DEVICE)
     with pytest.raises(ValueError, match=message):
-        pools.prefill.begin(PrefillBatch(table, prefixes, [32], [1]))
+        pools.prefill.begin(PrefillBatch(table, prefixes, [32], torch.ones(1, device=DEVICE)))
