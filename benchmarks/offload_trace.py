@@ -46,6 +46,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="JSON file to write for --sparse-decode-config: offload, and each layer's share of slots as the default "
+        "setting needs them",
+    )
     parser.add_argument("--plot", type=Path, help="PNG file to write: hit rate against cache size")
     return parser.parse_args(arguments)
 
@@ -126,7 +132,8 @@ def draw(about: dict[str, Any], results: dict[str, Any]) -> bytes:
 
 def check(args: argparse.Namespace) -> int:
     """The warm-up in steps. Raises before anything is measured if a file cannot be written or a value is wrong."""
-    for flag, path, suffixes in (("--out", args.out, (".json",)), ("--plot", args.plot, (".png",))):
+    files = (("--out", args.out, (".json",)), ("--config", args.config, (".json",)), ("--plot", args.plot, (".png",)))
+    for flag, path, suffixes in files:
         if path is not None:
             check_target(flag, path, suffixes)
     if args.plot:
@@ -202,6 +209,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(tables(results))
     if args.out:
         write_bytes(args.out, (json.dumps({**about, "results": results}, indent=1) + "\n").encode())
+    if args.config:
+        shares = next(iter(results.values()))["by_layer"]["mean_set"]
+        config = {"offload": True, "slot_shares": [round(share, 1) for share in shares]}
+        write_bytes(args.config, (json.dumps(config) + "\n").encode())
     if args.plot:
         write_bytes(args.plot, draw(about, results))
     return 0

@@ -18,6 +18,7 @@ from benchmarks.offload.summary import SIZES, slots_for, summarise
 from sglang_sparse.calibrate.prompts import Prompt
 from sglang_sparse.calibrate.replay import Replay
 from sglang_sparse.calibrate.settings import Setting
+from sglang_sparse.option_sources import merge
 from sglang_sparse.options import SparseDecodeOptions
 
 
@@ -132,9 +133,10 @@ def test_recorded_sets_are_what_the_steps_kept(model: Path) -> None:
 
 def test_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("matplotlib")
-    out, plot = tmp_path / "trace.json", tmp_path / "trace.png"
+    out, plot, config = tmp_path / "trace.json", tmp_path / "trace.png", tmp_path / "config.json"
     arguments = ["--model", str(model), "--context", "1500", "--tokens", "12", "--num-prompts", "2", "--warm-up", "2"]
     arguments += ["--gammas", "0.9", "--top-k", "0.047", "--device", "cpu", "--out", str(out), "--plot", str(plot)]
+    arguments += ["--config", str(config)]
     assert main(["offload-trace", *arguments]) == 0
     shown = capsys.readouterr().out
     assert "gamma 0.975 (default)" in shown
@@ -143,6 +145,12 @@ def test_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     written = json.loads(out.read_text())
     assert list(written["results"]) == ["gamma 0.975 (default)", "gamma 0.9", "top-k 0.047"]
     assert written["results"]["top-k 0.047"]["kept"] < 0.2
+    options = merge({"config": str(config)})
+    assert options.offload
+    assert len(options.slot_shares) == 2
+    assert options.slot_shares[0] == pytest.approx(
+        written["results"]["gamma 0.975 (default)"]["by_layer"]["mean_set"][0], abs=0.1
+    )
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_no_slots_at_all() -> None:
         ({"host_bytes": 1000}, r"--sparse-decode-host-memory of 0.000 GiB leaves no room.*give at least 0.016 GiB"),
         ({"hot_bytes": 9 * GIB}, r"--sparse-decode-hot-cache asks for 9.00 GiB, but open pages and staging leave 7.86"),
         ({"hot_bytes": int(7.8556 * GIB)}, r"--sparse-decode-hot-cache of 7.856 GiB leaves no room.*give at most 7.8"),
-        ({"staging_tokens": 2**21}, r"--sparse-decode-staging of 2097152 tokens and 17 open pages take 16.13 GiB"),
+        ({"staging_tokens": 2**21}, r"--sparse-decode-staging of 2097152 tokens and 17 open pages take 24.13 GiB"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers(change: dict, message: str) -> None:
