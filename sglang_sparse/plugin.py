@@ -129,7 +129,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
 
 def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[str, Any]:
     """Checks server arguments, of which those at their default do not count; returns what sparse decode sets."""
-    compat.check_release(options.allow_untested_sglang)
+    compat.check_release(options.allow_untested_sglang, options.offload)
     support.check_environment()
     defaults = compat.argument_defaults()
     given = {
@@ -192,7 +192,7 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
 
     from sglang_sparse.cpu.paged_allocator import alloc_decode, alloc_extend
 
-    compat.check_release(options.allow_untested_sglang)
+    compat.check_release(options.allow_untested_sglang, options.offload)
     _verify_targets(hook_targets.SCHEDULER_TARGETS)
 
     def create_backend(model_runner: Any) -> SparseDecodeBackend:
