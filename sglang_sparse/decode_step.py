@@ -83,6 +83,11 @@ class DecodeStep:
         layer = layer_to_time(self.sparse_layers, layers) if timed else None
         self.clock = LayerClock(layer, self.buffers.seq_lens) if layer is not None else None
 
+    @property
+    def offload_totals(self) -> torch.Tensor | None:
+        """`[layers, 4]` int64, see `sparse_kernels.slot_maps.TOTALS`; None if the KV cache is on the GPU."""
+        return None
+
     def attend(
         self,
         layer: int,

@@ -71,6 +71,10 @@ class OffloadedDecode(DecodeStep):
         )
         self._closing_rows = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
 
+    @property
+    def offload_totals(self) -> torch.Tensor:
+        return self.cache.totals
+
     def write_chunk(
         self,
         layer: int,
