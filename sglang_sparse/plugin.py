@@ -31,7 +31,7 @@ else:
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
     from sglang_sparse.observe.metrics import MetricsExporter
-    from sglang_sparse.offload.budget import OffloadPoolConfigurator
+    from sglang_sparse.offload.hooks import OffloadHooks
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,7 @@ _options: SparseDecodeOptions | None = None
 _backend: SparseDecodeBackend | None = None
 _metrics: MetricsExporter | None = None
 _memory_is_reserved = False
-_pools: OffloadPoolConfigurator | None = None
-"""With offload: what sized the pools."""
+_offload: OffloadHooks | None = None
 
 
 def register() -> None:
@@ -188,6 +187,7 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
 
 
 def _register_in_scheduler(options: SparseDecodeOptions) -> None:
+    global _offload
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     from sglang_sparse.cpu.paged_allocator import alloc_decode, alloc_extend
@@ -210,9 +210,12 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
     for target, control_hook in scheduler_hooks(lambda: _backend).items():
         hook(target, control_hook, HookType.AROUND)
     if options.offload:
+        from sglang_sparse.offload.hooks import OffloadHooks
+
         _verify_targets(hook_targets.OFFLOAD_HOOKS)
-        hook(hook_targets.BUILD_KV_POOL, _build_kv_pool, HookType.AROUND)
-        hook(hook_targets.ADD_ONE_REQUEST, _add_one_request, HookType.AROUND)
+        _offload = OffloadHooks(options, _stop)
+        for target, offload_hook in _offload.by_target().items():
+            hook(target, offload_hook, HookType.AROUND)
 
 
 def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDecodeBackend:
@@ -267,7 +270,8 @@ def _pool_configurator(options: SparseDecodeOptions) -> Callable:
             return inner
         try:
             if options.offload:
-                configurator = _offload_pools(inner, options, configurator_owner)
+                assert _offload is not None
+                configurator = _offload.configurator(inner, configurator_owner)
             else:
                 configurator = reserve(inner, options, **compat.cache_shape(configurator_owner))
         except Exception as error:
@@ -276,36 +280,6 @@ def _pool_configurator(options: SparseDecodeOptions) -> Callable:
         return configurator
 
     return create
-
-
-def _offload_pools(inner: Any, options: SparseDecodeOptions, owner: Any) -> OffloadPoolConfigurator:
-    """SGLang asks for a configurator several times: it gets the one that knows the sizes."""
-    global _pools
-    from sglang_sparse.offload.budget import OffloadPoolConfigurator
-
-    if _pools is None:
-        _pools = OffloadPoolConfigurator(inner, options, on_error=_stop, **compat.cache_shape(owner))
-    return _pools
-
-
-def _build_kv_pool(original: Callable, owner: Any, *, max_total_num_tokens: int, **_: Any) -> Any:
-    from sglang_sparse.offload.kv_pool import OffloadKVPool
-
-    if _pools is None:
-        _stop(OptionsError("offload has no sizes: another plugin replaces SGLang's pool sizing"))
-    return OffloadKVPool(max_total_num_tokens, _pools.sizes_for(max_total_num_tokens), **compat.pool_arguments(owner))
-
-
-def _add_one_request(original: Callable, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's admission to a prefill batch: the prefixes of a batch have to fit the staging."""
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
-    assert _pools is not None
-    assert _pools.sizes is not None
-    tokens = sum(len(each.prefix_indices) for each in [*adder.can_run_list, req])
-    if adder.can_run_list and tokens > _pools.sizes.staging_tokens:
-        return AddReqResult.OTHER
-    return original(adder, req, *args, **kwargs)
 
 
 def _internal_state(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -158,6 +158,13 @@ def pool_arguments(owner: Any) -> dict[str, Any]:
     }
 
 
+def cannot_add_now() -> Any:
+    """What `PrefillAdder.add_one_req` says of a request that has to wait for the next batch."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.OTHER
+
+
 def logs_decode_now(reporter: Any) -> bool:
     """Whether SGLang's `report_decode_stats` logs a line in this call."""
     due = reporter.forward_ct_decode % reporter.decode_log_interval == 0
