@@ -20,6 +20,7 @@ BENCHMARKS = {
     "tpot": ("benchmarks.server.tpot", "time per output token of real servers, dense and sparse in turn"),
     "load": ("benchmarks.server.load", "throughput of real servers under a closed loop at rising concurrency"),
     "chat": ("benchmarks.server.chat", "facts planted in a long document, asked of a real server"),
+    "offload-trace": ("benchmarks.offload_trace", "hit rates of a cache of blocks, from the sets of real decodes"),
     "plot": ("benchmarks.plot", "a picture of rows of benchmarks/results.csv"),
 }
 

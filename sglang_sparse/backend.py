@@ -80,6 +80,19 @@ class SparseDecodeBackend(AttentionBackend):
             self.step.buffers.bytes / 1e9,
         )
 
+    def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, `[slots, Hkv, D]`: for checks."""
+        keys, values = self.kv_pool.get_kv_buffer(layer)
+        return keys, values
+
+    def offload_report(self) -> dict[str, Any] | None:
+        """The block `offload` of `/server_info`; None if the KV cache is on the GPU."""
+        return None
+
+    def check_slots(self) -> int:
+        """Slots of offload that do not hold what they should."""
+        return 0
+
     def attach_prefill(self, prefill_backend: AttentionBackend) -> None:
         """Makes SGLang's prefill backend keep the summaries of the pages it writes."""
         before_chunk = {} if self.audit is None else {"before_chunk": self.audit.finish}

@@ -89,6 +89,11 @@ class DecodeStep:
         layer = layer_to_time(self.sparse_layers, layers) if timed else None
         self.clock = LayerClock(layer, self.buffers.seq_lens) if layer is not None else None
 
+    @property
+    def offload_totals(self) -> torch.Tensor | None:
+        """`[layers, 4]` int64, see `sparse_kernels.slot_maps.TOTALS`; None if the KV cache is on the GPU."""
+        return None
+
     def attend(
         self,
         layer: int,
@@ -117,6 +122,10 @@ class DecodeStep:
             for start in range(0, batch, self.buffers.turn):
                 turn = slice(start, min(start + self.buffers.turn, batch))
                 self._attend_turn(layer, q[turn], k_pool, v_pool, turn, scale, out[turn])
+        self._count_requests(layer, batch)
+
+    def _count_requests(self, layer: int, batch: int) -> None:
+        """After the last layer: what each request of the step read."""
         if layer == self.layers - 1:
             request_totals(
                 self.buffers.block_counts,
@@ -164,49 +173,7 @@ class DecodeStep:
         """`attend` for the requests of one turn, which share the selection buffers with those of the next."""
         b, g = self.buffers, self.geometry
         page_table, seq_lens = b.page_table[turn], b.seq_lens[turn]
-        rows = slice(0, q.shape[0])
-        block_lists = block_counts = None
-        tail = self.tail if layer in self.summaries else None
-        if layer in self.summaries:
-            block_lists, block_counts = b.block_lists[rows], b.block_counts[layer, turn]
-            maxima = b.maxima.rows(rows) if b.maxima else None
-            self.estimator.block_mass(
-                q,
-                k_pool,
-                self.summaries[layer],
-                page_table,
-                seq_lens,
-                scale=scale,
-                min_context=self.options.min_context,
-                out=b.log_mass[rows],
-                block_max=maxima.blocks if maxima else None,
-            )
-            if maxima:
-                self._pseudo_maximum.write(
-                    q,
-                    k_pool,
-                    page_table,
-                    seq_lens,
-                    scale=scale,
-                    min_context=self.options.min_context,
-                    maxima=maxima,
-                )
-            if self.clock:
-                self.clock.end(layer, ESTIMATE)
-            self.rule.select(
-                b.log_mass[rows],
-                seq_lens,
-                thresholds=b.thresholds[layer, turn],
-                block_lists=block_lists,
-                block_counts=block_counts,
-                scratch=b.scratch[rows],
-                kept_total=self.counters.kept_blocks[layer],
-                kept_mask=b.kept_mask[rows] if tail else None,
-                tap=TapPoint(self.tap, layer, q, first_row=turn.start) if self.tap is not None else None,
-                maxima=maxima,
-            )
-            if self.clock:
-                self.clock.end(layer, RULE)
+        block_lists, block_counts, tail = self._select(layer, q, k_pool, turn, scale)
         sparse_attention(
             q,
             k_pool,
@@ -220,9 +187,60 @@ class DecodeStep:
             block_size=g.block_size,
             out=out,
             workspace=b.attention,
-            tail=AttentionTail(b.log_mass[rows], b.kept_mask[rows], self.summaries.value_means(layer))
-            if tail
-            else None,
+            tail=tail,
         )
         if self.clock:
             self.clock.end(layer, ATTENTION)
+
+    def _select(
+        self, layer: int, q: torch.Tensor, k_pool: torch.Tensor, turn: slice, scale: float
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, AttentionTail | None]:
+        """Lists, counts and tail of a turn's requests; all None in layers that read everything."""
+        if layer not in self.summaries:
+            return None, None, None
+        b = self.buffers
+        page_table, seq_lens = b.page_table[turn], b.seq_lens[turn]
+        rows = slice(0, q.shape[0])
+        block_lists, block_counts = b.block_lists[rows], b.block_counts[layer, turn]
+        maxima = b.maxima.rows(rows) if b.maxima else None
+        self.estimator.block_mass(
+            q,
+            k_pool,
+            self.summaries[layer],
+            page_table,
+            seq_lens,
+            scale=scale,
+            min_context=self.options.min_context,
+            out=b.log_mass[rows],
+            block_max=maxima.blocks if maxima else None,
+        )
+        if maxima:
+            self._pseudo_maximum.write(
+                q,
+                k_pool,
+                page_table,
+                seq_lens,
+                scale=scale,
+                min_context=self.options.min_context,
+                maxima=maxima,
+            )
+        if self.clock:
+            self.clock.end(layer, ESTIMATE)
+        self.rule.select(
+            b.log_mass[rows],
+            seq_lens,
+            thresholds=b.thresholds[layer, turn],
+            block_lists=block_lists,
+            block_counts=block_counts,
+            scratch=b.scratch[rows],
+            kept_total=self.counters.kept_blocks[layer],
+            kept_mask=b.kept_mask[rows] if self.tail else None,
+            tap=TapPoint(self.tap, layer, q, first_row=turn.start) if self.tap is not None else None,
+            maxima=maxima,
+        )
+        if self.clock:
+            self.clock.end(layer, RULE)
+        if self.tail is None:
+            return block_lists, block_counts, None
+        tail = AttentionTail(b.log_mass[rows], b.kept_mask[rows], self.summaries.value_means(layer))
+        return block_lists, block_counts, tail

@@ -78,13 +78,24 @@ def reserve(
     tail = make_tail(options, geometry)
     summary_bytes = make_estimator(options, geometry).summary_bytes() + (tail.summary_bytes() if tail else 0)
     share = summary_bytes * sparse_layers / (geometry.kv_bytes * layers)
+    reserved = step_buffer_bytes(options, geometry, layers=layers, max_pages=max_pages, max_requests=max_requests)
+    return SparsePoolConfigurator(inner, share, reserved)
+
+
+def step_buffer_bytes(
+    options: SparseDecodeOptions, geometry: Geometry, *, layers: int, max_pages: int, max_requests: int
+) -> int:
+    """Bytes that steps and audit need, whatever the pool holds; arguments as for `reserve`."""
     reserved = 0
     if ever_lists(options):
-        sizes = (tail is not None, rule.needs_maxima)
+        sizes = (make_tail(options, geometry) is not None, make_rule(options, geometry).needs_maxima)
         turn = requests_per_turn(geometry, max_pages, max_requests, *sizes)
         reserved = turn * step_bytes_per_request(geometry, max_pages, *sizes)
     # Page tables; thresholds and counts of each layer and KV head; what each request read.
     reserved += max_requests * ((max_pages + 2 * layers * geometry.kv_heads) * 4 + 16)
+    if options.offload:
+        # Where each listed block is.
+        reserved += max_requests * max_pages * geometry.blocks_per_page * geometry.kv_heads * 4
     if options.audit_rate > 0:
         reserved += audit_bytes(geometry, max_pages)
-    return SparsePoolConfigurator(inner, share, reserved)
+    return reserved

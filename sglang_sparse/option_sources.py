@@ -120,6 +120,18 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         "Share of decode steps that measure one request's true coverage; 0 measures none.",
         type=float,
     )
+    add("offload", "Keep the KV cache in host memory, and on the GPU the blocks in use.", action="store_true")
+    add(
+        "host_memory",
+        "Host memory for the KV cache: GiB, or a share below 1 of what the process may take. Unless given: 0.8.",
+        metavar="SIZE",
+    )
+    add(
+        "hot_cache",
+        "GPU memory for the blocks in use: GiB, or a share below 1 of the KV budget. Unless given: what is left.",
+        metavar="SIZE",
+    )
+    add("staging", "Tokens of cached prefixes that a prefill batch may have. Unless given: the context.", type=int)
     add(
         "allow_untested_sglang",
         "Run on an SGLang release that sparse decode has not been tested with.",
@@ -127,8 +139,9 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     )
     add(
         "config",
-        "JSON file with any of these options and those without a flag: page_size, model, and gamma_by_head (for each "
-        "layer a list of one gamma for each KV head, instead of gamma). Flags win over it.",
+        "JSON file with any of these options and those without a flag: page_size, model, gamma_by_head (for each "
+        "layer a list of one gamma for each KV head, instead of gamma), and slot_shares (by layer, for offload). "
+        "Flags win over it.",
         metavar="FILE",
     )
 

@@ -78,3 +78,21 @@ def parse_json(text: str, source: str) -> dict:
     if not isinstance(values, dict):
         raise OptionsError(f'{source}: give a JSON object such as {{"gamma": 0.95}}')
     return values
+
+
+GIB = 1 << 30
+
+
+def parse_memory(text: str, flag_name: str, whole: int, of: str) -> int:
+    """Bytes of a flag's value: `96` or `96GiB` are GiB, a number below 1 is a share of `whole` bytes.
+
+    Raises OptionsError if it is neither; `of` names the whole.
+    """
+    number = text.strip().lower().removesuffix("gib").removesuffix("g").strip()
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 2**30:
+        raise OptionsError(f"{flag_name} is {text!r}: give GiB, such as 96, or a share of {of} below 1, such as 0.8")
+    return int(value * whole) if value < 1 else int(value * GIB)

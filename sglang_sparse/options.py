@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_sparse import gammas
-from sglang_sparse.option_values import FLAG, check_choice, check_int, check_number, layer_numbers, parse_json
+from sglang_sparse.option_values import (
+    FLAG,
+    check_choice,
+    check_int,
+    check_number,
+    layer_numbers,
+    parse_json,
+    parse_memory,
+)
 from sglang_sparse.option_values import OptionsError as OptionsError
 from sglang_sparse.option_values import flag as flag
 
@@ -35,7 +43,10 @@ THUMBNAIL_BITS = (2, 3, 4)
 BLOCK_SIZES = (8, 16, 32, 64)
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_PAGE_SIZE = 64
-CONFIG_ONLY = ("page_size", "model", "gamma_by_head")
+DEFAULT_MAX_REQUESTS = 64
+"""With offload: requests at once unless `--max-running-requests` says otherwise; each has a page of all layers on the
+GPU."""
+CONFIG_ONLY = ("page_size", "model", "gamma_by_head", "slot_shares")
 """Options that only a config file or Python can give."""
 
 
@@ -97,6 +108,16 @@ class SparseDecodeOptions:
     """One gamma for each layer and KV head, instead of `gamma`; without a flag."""
     allow_untested_sglang: bool = False
     """Whether to run on an SGLang release that sparse decode has not been tested with."""
+    offload: bool = False
+    """Whether the KV cache is in host memory (docs/offload.md)."""
+    host_memory: str | None = None
+    """Host memory for it: GiB, or a share below 1 of what the process may take. None: 0.8."""
+    hot_cache: str | None = None
+    """GPU memory for the blocks in use: GiB, or a share below 1 of the KV budget. None: what summaries leave."""
+    staging: int | None = None
+    """Tokens of prefixes that a prefill batch may have. None: the model's context."""
+    slot_shares: tuple[float, ...] = ()
+    """Shares of the blocks in use by layer; without a flag. Empty: equal ones."""
 
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma)
@@ -135,9 +156,46 @@ class SparseDecodeOptions:
             object.__setattr__(self, "model", ModelShape.from_value(self.model))
         if type(self.allow_untested_sglang) is not bool:
             raise OptionsError(f"{flag('allow_untested_sglang')} is {self.allow_untested_sglang!r}: give true or false")
+        self._check_offload()
         check_number("audit_rate", self.audit_rate)
         if not 0 <= self.audit_rate <= 1:
             raise OptionsError(f"{flag('audit_rate')} is {self.audit_rate}: give a share of decode steps from 0 to 1")
+
+    def _check_offload(self) -> None:
+        if type(self.offload) is not bool:
+            raise OptionsError(f"{flag('offload')} is {self.offload!r}: give true or false")
+        given = {name: getattr(self, name) for name in ("host_memory", "hot_cache", "staging")}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if not self.offload:
+                raise OptionsError(
+                    f"{flag(name)} has no effect without {flag('offload')}: add it or remove {flag(name)}"
+                )
+            if name == "staging":
+                check_int(name, value, 1)
+            else:
+                object.__setattr__(self, name, str(value))
+                parse_memory(str(value), flag(name), 1, "what there is")
+        object.__setattr__(self, "slot_shares", tuple(self.slot_shares))
+        if any(isinstance(share, bool) or not isinstance(share, (int, float)) for share in self.slot_shares):
+            raise OptionsError(f"config key 'slot_shares' is {list(self.slot_shares)}: give a number for each layer")
+        if self.slot_shares and not self.offload:
+            raise OptionsError(f"config key 'slot_shares' has no effect without {flag('offload')}: remove it")
+        if not self.offload:
+            return
+        if self.audit_rate == type(self).audit_rate:
+            # The audit reads all keys of a request, which are not on the GPU.
+            object.__setattr__(self, "audit_rate", 0.0)
+        for wrong, name, instead in (
+            (self.rule == "all", f"{flag('rule')} all", "coverage or top-k"),
+            (self.rule == "top-delta", f"{flag('rule')} top-delta", "coverage or top-k"),
+            (bool(self.dense_layers), flag("dense_layers"), "a gamma near 1 for these layers"),
+            (self.estimator == "exact", f"{flag('estimator')} exact", "thumbnail"),
+            (self.audit_rate != 0, flag("audit_rate"), "0"),
+        ):
+            if wrong:
+                raise OptionsError(f"{flag('offload')}: {name} reads keys of the GPU's pool: use {instead}")
 
     @property
     def resolved_tail(self) -> str:
@@ -242,6 +300,10 @@ class SparseDecodeOptions:
                 f"{flag('dense_layers')} names layer {missing[0]}, but the model has layers 0 to {num_layers - 1}"
             )
         gammas.check_shapes(self.gamma_by_layer, self.gamma_by_head, num_layers, kv_heads)
+        if self.slot_shares and len(self.slot_shares) != num_layers:
+            raise OptionsError(
+                f"config key 'slot_shares' has {len(self.slot_shares)} shares, but the model has {num_layers} layers"
+            )
 
     def check_shape(self, shape: ModelShape) -> None:
         """Raises OptionsError if the options were made for a model of another shape."""

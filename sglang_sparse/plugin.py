@@ -19,7 +19,8 @@ import torch
 from sglang_sparse import hook_targets, option_sources, support
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
-from sglang_sparse.options import DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
+from sglang_sparse.options import DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
+from sglang_sparse.options import flag as option_flag
 
 if not compat.is_patched():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -30,6 +31,7 @@ else:
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
     from sglang_sparse.observe.metrics import MetricsExporter
+    from sglang_sparse.offload.hooks import OffloadHooks
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ _options: SparseDecodeOptions | None = None
 _backend: SparseDecodeBackend | None = None
 _metrics: MetricsExporter | None = None
 _memory_is_reserved = False
+_offload: OffloadHooks | None = None
 
 
 def register() -> None:
@@ -125,7 +128,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
 
 def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[str, Any]:
     """Checks server arguments, of which those at their default do not count; returns what sparse decode sets."""
-    compat.check_release(options.allow_untested_sglang)
+    compat.check_release(options.allow_untested_sglang, options.offload)
     support.check_environment()
     defaults = compat.argument_defaults()
     given = {
@@ -137,7 +140,16 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
     _verify_targets(hook_targets.SCHEDULER_TARGETS)
     page_size = given.get("page_size", options.page_size or DEFAULT_PAGE_SIZE)
     options.check_page_size(page_size)
-    return {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
+    chosen = {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
+    if options.offload:
+        if compat.is_patched():
+            raise OptionsError(f"{option_flag('offload')} needs the plugin: a patched SGLang does not have its hooks")
+        if "max_running_requests" not in given:
+            chosen["max_running_requests"] = DEFAULT_MAX_REQUESTS
+        if torch.cuda.is_available():
+            # A graph's padding would be stored and attended to.
+            chosen["disable_prefill_cuda_graph"] = True
+    return chosen
 
 
 def _install(options: SparseDecodeOptions, hooks: dict[str, Callable]) -> None:
@@ -175,11 +187,12 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
 
 
 def _register_in_scheduler(options: SparseDecodeOptions) -> None:
+    global _offload
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     from sglang_sparse.cpu.paged_allocator import alloc_decode, alloc_extend
 
-    compat.check_release(options.allow_untested_sglang)
+    compat.check_release(options.allow_untested_sglang, options.offload)
     _verify_targets(hook_targets.SCHEDULER_TARGETS)
 
     def create_backend(model_runner: Any) -> SparseDecodeBackend:
@@ -196,6 +209,13 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
     hook(hook_targets.ALLOC_DECODE, alloc_decode, HookType.AROUND)
     for target, control_hook in scheduler_hooks(lambda: _backend).items():
         hook(target, control_hook, HookType.AROUND)
+    if options.offload:
+        from sglang_sparse.offload.hooks import OffloadHooks
+
+        _verify_targets(hook_targets.OFFLOAD_HOOKS)
+        _offload = OffloadHooks(options, _stop)
+        for target, offload_hook in _offload.by_target().items():
+            hook(target, offload_hook, HookType.AROUND)
 
 
 def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDecodeBackend:
@@ -209,7 +229,13 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
             raise OptionsError(
                 "memory for page summaries was not reserved: another plugin replaces SGLang's pool sizing"
             )
-        _backend = SparseDecodeBackend(model_runner, options)
+        if options.offload:
+            from sglang_sparse.offload.backend import OffloadDecodeBackend
+
+            _verify_hooks(hook_targets.OFFLOAD_HOOKS)
+            _backend = OffloadDecodeBackend(model_runner, options)
+        else:
+            _backend = SparseDecodeBackend(model_runner, options)
         _metrics = MetricsExporter(_backend)
     except torch.OutOfMemoryError as error:
         _stop(OptionsError(f"no memory for page summaries and step buffers: lower --mem-fraction-static ({error})"))
@@ -220,6 +246,9 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
 
 
 def _build_backend(original: Callable, *args: Any, model_runner: Any, backend_str: str, **kwargs: Any) -> Any:
+    if _backend is not None and _backend.step.options.offload and backend_str != compat.BACKEND_NAME:
+        # SGLang's own would read prefixes from a pool on the GPU.
+        return _backend.make_prefill()
     backend = original(*args, model_runner=model_runner, backend_str=backend_str, **kwargs)
     # SGLang builds the decode backend first, then the prefill backend.
     if _backend is not None and backend is not _backend:
@@ -240,7 +269,11 @@ def _pool_configurator(options: SparseDecodeOptions) -> Callable:
         if configurator_owner.server_args.decode_attention_backend != compat.BACKEND_NAME:
             return inner
         try:
-            configurator = reserve(inner, options, **compat.cache_shape(configurator_owner))
+            if options.offload:
+                assert _offload is not None
+                configurator = _offload.configurator(inner, configurator_owner)
+            else:
+                configurator = reserve(inner, options, **compat.cache_shape(configurator_owner))
         except Exception as error:
             _stop(error)
         _memory_is_reserved = True

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "sparse_decode"
 TESTED_RELEASES = ("0.5.17", "0.5.20", "0.5.23")
+OFFLOAD_RELEASES = ("0.5.17",)
 
 POINTS_MODULE = "sglang.srt.sparse_decode_points"
 """Only an SGLang that is patched for sparse decode (patches/) has this module."""
@@ -44,19 +45,19 @@ def decodes_nothing() -> bool:
     return getproctitle().startswith(("sglang::detokenizer", "sglang::data_parallel_controller"))
 
 
-def check_release(allow_untested: bool = False) -> None:
+def check_release(allow_untested: bool = False, offload: bool = False) -> None:
     """Raises UnsupportedError unless the installed SGLang release has been tested, or `allow_untested`."""
     release = importlib.metadata.version("sglang")
-    if release.split("+")[0] in TESTED_RELEASES:
+    tested = OFFLOAD_RELEASES if offload else TESTED_RELEASES
+    if release.split("+")[0] in tested:
         return
     if not allow_untested:
+        what = option_flag("offload") if offload else "--sparse-decode"
         raise UnsupportedError(
-            f"SGLang {release} has not been tested with --sparse-decode: install one of {', '.join(TESTED_RELEASES)}, "
+            f"SGLang {release} has not been tested with {what}: install one of {', '.join(tested)}, "
             f"or add {option_flag('allow_untested_sglang')}"
         )
-    logger.warning(
-        "SGLang %s has not been tested with sparse decode (tested: %s).", release, ", ".join(TESTED_RELEASES)
-    )
+    logger.warning("SGLang %s has not been tested with sparse decode (tested: %s).", release, ", ".join(tested))
 
 
 # --- server arguments ----------------------------------------------------------------------------------------------
@@ -143,6 +144,25 @@ def cache_shape(owner: Any) -> dict[str, Any]:
         # SGLang's own upper bound where --max-running-requests is not given.
         "max_requests": arguments.max_running_requests or 4096,
     }
+
+
+def pool_arguments(owner: Any) -> dict[str, Any]:
+    """Arguments of SGLang's `KVCache` from a `KVCacheConfigurator`, less the size."""
+    return {
+        "page_size": owner.pool_page_size,
+        "dtype": owner.kv_cache_dtype,
+        "layer_num": owner.layer_info.num_effective_layers,
+        "device": owner.device,
+        "start_layer": owner.layer_info.start_layer,
+        "end_layer": owner.layer_info.end_layer,
+    }
+
+
+def cannot_add_now() -> Any:
+    """What `PrefillAdder.add_one_req` says of a request that has to wait for the next batch."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.OTHER
 
 
 def logs_decode_now(reporter: Any) -> bool:

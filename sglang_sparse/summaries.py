@@ -57,13 +57,23 @@ class PageSummaries:
         """The tail's mean values of a sparse layer."""
         return self._means[layer]
 
-    def update(self, layer: int, k_pool: torch.Tensor, v_pool: torch.Tensor, pages: torch.Tensor) -> None:
-        """Summarises `pages` (`[n]`, closed; negative entries are skipped) of one layer; dense layers do nothing."""
+    def update(
+        self,
+        layer: int,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        pages: torch.Tensor,
+        targets: torch.Tensor | None = None,
+    ) -> None:
+        """Summarises `pages` (`[n]`, closed; negative entries are skipped) of one layer; dense layers do nothing.
+
+        `targets` (`[n]`) are the pages that are summarised, if they have other numbers in these pools.
+        """
         if layer not in self._layers:
             return
-        self._estimator.update(k_pool, pages, self._layers[layer])
+        self._estimator.update(k_pool, pages, self._layers[layer], targets)
         if self._tail:
-            self._tail.update(v_pool, pages, self._means[layer])
+            self._tail.update(v_pool, pages, self._means[layer], targets)
 
     def stale_pages(self, layer: int, k_pool: torch.Tensor, v_pool: torch.Tensor, pages: torch.Tensor) -> int:
         """How many of `pages` (`[n]`, closed) have a summary that differs from one made anew from the pools."""

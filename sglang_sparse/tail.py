@@ -30,11 +30,20 @@ class MeanTail:
         g = self._geometry
         return g.head_dim * g.dtype.itemsize / self.cell
 
-    def update(self, v_pool: torch.Tensor, pages: torch.Tensor, means: torch.Tensor) -> None:
-        """Writes the means of `pages` (`[n]`, physical, closed; negative entries are skipped)."""
+    def update(
+        self, v_pool: torch.Tensor, pages: torch.Tensor, means: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> None:
+        """Writes the means of `pages` (`[n]`, physical, closed; negative entries are skipped), into `targets` (`[n]`)
+        if the pool's pages have other numbers."""
         page_size = self._geometry.page_size
         block_statistics(
-            v_pool, pages, kind="mean", page_size=page_size, block_size=self.cell, out=means[:, :, :, None]
+            v_pool,
+            pages,
+            kind="mean",
+            page_size=page_size,
+            block_size=self.cell,
+            out=means[:, :, :, None],
+            targets=targets,
         )
 
 

@@ -151,3 +151,23 @@ def test_a_step_is_timed_in_a_layer_that_has_one_after_it() -> None:
     alone = dataclasses.replace(made.step.options, dense_layers=(0, 1))
     step = DecodeStep(alone, GEOMETRY, layers=LAYERS, pages=9, max_requests=4, max_pages=8, device="cpu", timed=True)
     assert step.clock is None, "the last layer has no layer after it"
+
+
+def test_hits_and_misses_of_offload() -> None:
+    made = Exported()
+    assert made.value("offload_blocks_total", kind="hits") is None
+    totals = torch.zeros((LAYERS, 4), dtype=torch.int64)
+    made = Exported()
+    step: Any = SimpleNamespace(**{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals)
+    made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
+    made.count([160], [[0, 0], [7, 3], [5, 5]])
+    assert made.value("offload_blocks_total", kind="misses") == 0
+    totals += torch.tensor([30, 5, 2, 1])
+    made.exporter.when_idle(made.reporter)
+    assert [made.value("offload_blocks_total", kind=kind) for kind in ("hits", "misses", "direct", "evictions")] == [
+        90,
+        15,
+        6,
+        3,
+    ]
+    assert made.value("offload_missed_bytes_total") == 15 * 16 * 2 * 64 * 4

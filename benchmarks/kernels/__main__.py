@@ -33,7 +33,17 @@ OPERATIONS = (
     "request_totals",
     "stopwatch",
 )
-ON_REQUEST = ("sparse_attention_tiles", "fused_top_delta_launch")
+ON_REQUEST = (
+    "sparse_attention_tiles",
+    "fused_top_delta_launch",
+    "slot_lookup",
+    "slot_assign",
+    "slot_attention",
+    "block_gather",
+    "block_store",
+    "gather_overlap",
+    "offload_step",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,10 +4,12 @@ Each operation has a file of its name, a Triton kernel for GPUs and a torch refe
 """
 
 from .attention_tail import AttentionTail
+from .block_gather import block_gather, block_gather_reference
 from .block_mass_exact import block_mass_exact, block_mass_exact_reference
 from .block_mass_statistics import block_mass_statistics, block_mass_statistics_reference
 from .block_mass_thumbnail import block_mass_thumbnail, block_mass_thumbnail_reference
 from .block_statistics import STATISTICS_OF_KIND, block_statistics, block_statistics_reference
+from .block_store import block_store, block_store_reference
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
 from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_reference
@@ -15,6 +17,10 @@ from .page_table import snapshot_page_table, snapshot_page_table_reference
 from .pseudo_maximum import pseudo_maximum, pseudo_maximum_reference
 from .request_totals import request_totals, request_totals_reference
 from .selection_tap import SelectionTap, TapPoint
+from .slot_assign import slot_assign, slot_assign_reference
+from .slot_attention import SlotSources, slot_attention, slot_attention_reference
+from .slot_lookup import slot_lookup, slot_lookup_reference
+from .slot_maps import FetchList, SlotMaps
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
 from .step_totals import step_totals
 from .stopwatch import stopwatch, stopwatch_reference, stopwatch_state
@@ -26,9 +32,14 @@ __all__ = [
     "STATISTICS_OF_KIND",
     "AttentionTail",
     "AttentionWorkspace",
+    "FetchList",
     "FusedWorkspace",
     "SelectionTap",
+    "SlotMaps",
+    "SlotSources",
     "TapPoint",
+    "block_gather",
+    "block_gather_reference",
     "block_mass_exact",
     "block_mass_exact_reference",
     "block_mass_statistics",
@@ -37,6 +48,8 @@ __all__ = [
     "block_mass_thumbnail_reference",
     "block_statistics",
     "block_statistics_reference",
+    "block_store",
+    "block_store_reference",
     "combine",
     "combine_reference",
     "coverage_rule",
@@ -47,6 +60,12 @@ __all__ = [
     "pseudo_maximum_reference",
     "request_totals",
     "request_totals_reference",
+    "slot_assign",
+    "slot_assign_reference",
+    "slot_attention",
+    "slot_attention_reference",
+    "slot_lookup",
+    "slot_lookup_reference",
     "snapshot_page_table",
     "snapshot_page_table_reference",
     "sparse_attention",

@@ -69,6 +69,14 @@ def check_pool(name: str, pool: torch.Tensor, page_size: int) -> None:
         raise ValueError(f"{name} has {pool.shape[0]} token slots; needed: a multiple of page_size={page_size}")
 
 
+def check_targets(targets: torch.Tensor | None, pages: torch.Tensor) -> None:
+    """Raises ValueError unless `targets` is None or names one page of a summary for each of `pages`."""
+    if targets is not None:
+        check_shape("targets", targets, pages.shape[0])
+        check_dtype("targets", targets, torch.int32, torch.int64)
+        check_contiguous("targets", targets)
+
+
 def check_block_mass(
     q: torch.Tensor,
     k_pool: torch.Tensor,

@@ -220,7 +220,8 @@ def block_mass_statistics(
 
     Args:
         q: `[B, Hkv * G, D]`, pool dtype, G from 1 to 16.
-        k_pool: `[P * page_size, Hkv, D]` fp16, bf16 or fp32; read for the open pages only.
+        k_pool: `[pages * page_size, Hkv, D]` fp16, bf16 or fp32; read for the open pages only, so that it may be a pool
+            of these alone.
         statistics: `[P, Hkv, page_size // block_size, S, D]`, pool dtype, as `block_statistics` writes it.
         page_table: `[>=B, max_pages]` int32; only the first `ceil(seq_len / page_size)` entries of a row are read.
         seq_lens: `[>=B]` int32, in tokens; 0 for padded rows.
@@ -238,11 +239,11 @@ def block_mass_statistics(
     """
     check_choice("kind", kind, KINDS)
     check_block_mass(q, k_pool, page_table, seq_lens, page_size, block_size, out)
-    slots, kv_heads, head_dim = k_pool.shape
+    _, kv_heads, head_dim = k_pool.shape
     check_shape(
         "statistics",
         statistics,
-        slots // page_size,
+        None,
         kv_heads,
         page_size // block_size,
         STATISTICS_OF_KIND[kind],

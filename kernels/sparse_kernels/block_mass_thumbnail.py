@@ -284,7 +284,8 @@ def block_mass_thumbnail(
 
     Args:
         q: `[B, Hkv * G, D]`, pool dtype, G from 1 to 16.
-        k_pool: `[P * page_size, Hkv, D]` fp16, bf16 or fp32; read for the open pages only.
+        k_pool: `[pages * page_size, Hkv, D]` fp16, bf16 or fp32; read for the open pages only, so that it may be a pool
+            of these alone.
         codes: `[P, Hkv, page_size, D * bits // 8]` uint8, as `thumbnail` writes it.
         low_step: `[P, Hkv, 2, D]` bfloat16, as `thumbnail` writes it.
         page_table: `[>=B, max_pages]` int32; only the first `ceil(seq_len / page_size)` entries of a row are read.
@@ -304,7 +305,7 @@ def block_mass_thumbnail(
     """
     check_choice("bits", bits, BITS)
     check_block_mass(q, k_pool, page_table, seq_lens, page_size, block_size, out, block_max)
-    check_thumbnails(codes, low_step, k_pool, bits, page_size)
+    check_thumbnails(codes, low_step, k_pool, bits, page_size, codes.shape[0])
     run = _block_mass_thumbnail_triton if use_triton(impl, q) else block_mass_thumbnail_reference
     run(
         q,

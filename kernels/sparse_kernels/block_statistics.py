@@ -4,7 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_choice, check_contiguous, check_dtype, check_pool, check_rows, check_shape, check_sizes
+from ._checks import (
+    check_choice,
+    check_contiguous,
+    check_dtype,
+    check_pool,
+    check_rows,
+    check_shape,
+    check_sizes,
+    check_targets,
+)
 from ._dispatch import use_triton
 
 KINDS = ("mean", "mean-variance", "minmax")
@@ -13,9 +22,17 @@ STATISTICS_OF_KIND = {"mean": 1, "mean-variance": 2, "minmax": 2}
 
 
 def block_statistics_reference(
-    k_pool: torch.Tensor, pages: torch.Tensor, *, kind: str, page_size: int, block_size: int, out: torch.Tensor
+    k_pool: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    kind: str,
+    page_size: int,
+    block_size: int,
+    out: torch.Tensor,
+    targets: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `block_statistics`."""
+    targets = (pages if targets is None else targets)[pages >= 0].long()
     pages = pages[pages >= 0].long()
     if pages.numel() == 0:
         return
@@ -27,13 +44,14 @@ def block_statistics_reference(
     else:
         mean = keys.mean(2)
         statistics = [mean] if kind == "mean" else [mean, keys.var(2, unbiased=False)]
-    out[pages] = torch.stack(statistics, 2).permute(0, 3, 1, 2, 4).to(out.dtype)
+    out[targets] = torch.stack(statistics, 2).permute(0, 3, 1, 2, 4).to(out.dtype)
 
 
 @triton.jit
 def _block_statistics_kernel(
     k_pool,
     pages,
+    targets,
     out,
     slot_stride,
     head_stride,
@@ -52,7 +70,8 @@ def _block_statistics_kernel(
         tokens = tl.arange(0, PAGE)
         blocks = tl.arange(0, BLOCKS)
         keys = k_pool + (page * PAGE + tokens[:, None]) * slot_stride + h * head_stride
-        target = out + ((page * kv_heads + h) * BLOCKS + blocks[:, None]) * (S * D)
+        target_page = tl.load(targets + tl.program_id(0)).to(tl.int64)
+        target = out + ((target_page * kv_heads + h) * BLOCKS + blocks[:, None]) * (S * D)
         for start in tl.static_range(0, D, CHANNELS):
             channels = start + tl.arange(0, CHANNELS)[None, :]
             real = channels < D
@@ -71,7 +90,14 @@ def _block_statistics_kernel(
 
 
 def _block_statistics_triton(
-    k_pool: torch.Tensor, pages: torch.Tensor, *, kind: str, page_size: int, block_size: int, out: torch.Tensor
+    k_pool: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    kind: str,
+    page_size: int,
+    block_size: int,
+    out: torch.Tensor,
+    targets: torch.Tensor | None,
 ) -> None:
     if pages.shape[0] == 0:
         return
@@ -79,6 +105,7 @@ def _block_statistics_triton(
     _block_statistics_kernel[(pages.shape[0], kv_heads)](
         k_pool,
         pages,
+        pages if targets is None else targets,
         out,
         k_pool.stride(0),
         k_pool.stride(1),
@@ -101,6 +128,7 @@ def block_statistics(
     page_size: int,
     block_size: int,
     out: torch.Tensor,
+    targets: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Writes the block statistics of the given physical pages; all their tokens must be in the pool.
@@ -112,6 +140,8 @@ def block_statistics(
         page_size: tokens in a page.
         block_size: tokens in a block; divides `page_size`.
         out: `[P, Hkv, page_size // block_size, S, D]`, the pool's dtype, contiguous. Computed in fp32, then rounded.
+        targets: `[n]` int32 or int64, the pages of `out` to write, where they are not those of the pool; `out` then has
+            any number of pages. Not read where `pages` is negative.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -123,8 +153,10 @@ def block_statistics(
     check_rows("pages", pages, 0)
     check_dtype("pages", pages, torch.int32, torch.int64)
     slots, kv_heads, head_dim = k_pool.shape
-    check_shape("out", out, slots // page_size, kv_heads, page_size // block_size, STATISTICS_OF_KIND[kind], head_dim)
+    check_targets(targets, pages)
+    summaries = slots // page_size if targets is None else None
+    check_shape("out", out, summaries, kv_heads, page_size // block_size, STATISTICS_OF_KIND[kind], head_dim)
     check_dtype("out", out, k_pool.dtype)
     check_contiguous("out", out)
     run = _block_statistics_triton if use_triton(impl, k_pool) else block_statistics_reference
-    run(k_pool, pages, kind=kind, page_size=page_size, block_size=block_size, out=out)
+    run(k_pool, pages, kind=kind, page_size=page_size, block_size=block_size, out=out, targets=targets)

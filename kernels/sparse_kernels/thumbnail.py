@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 
 from . import _bfloat16_bits as bfloat16_bits
-from ._checks import PAGE_SIZES, check_choice, check_contiguous, check_dtype, check_pool, check_rows, check_shape
+from ._checks import (
+    PAGE_SIZES,
+    check_choice,
+    check_contiguous,
+    check_dtype,
+    check_pool,
+    check_rows,
+    check_shape,
+    check_targets,
+)
 from ._dispatch import use_triton
 
 BITS = (2, 3, 4)
@@ -93,16 +102,18 @@ def thumbnail_reference(
     page_size: int,
     codes: torch.Tensor,
     low_step: torch.Tensor,
+    targets: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `thumbnail`."""
+    targets = (pages if targets is None else targets)[pages >= 0].long()
     pages = pages[pages >= 0].long()
     if pages.numel() == 0:
         return
     slots = pages[:, None] * page_size + torch.arange(page_size, device=pages.device)
     keys = k_pool[slots.flatten()].float().view(len(pages), page_size, *k_pool.shape[1:])
     quantised, low, step = _quantise(keys, bits)
-    codes[pages] = _pack(quantised, bits).transpose(1, 2)
-    low_step[pages] = torch.stack((low, step), 2)
+    codes[targets] = _pack(quantised, bits).transpose(1, 2)
+    low_step[targets] = torch.stack((low, step), 2)
 
 
 @triton.jit
@@ -126,6 +137,7 @@ def _quantise_tile(keys, LEVELS: tl.constexpr):
 def _thumbnail_kernel(
     k_pool,
     pages,
+    targets,
     codes,
     low_step,
     slot_stride,
@@ -145,8 +157,9 @@ def _thumbnail_kernel(
     if page >= 0:
         tokens = tl.arange(0, PAGE)[:, None]
         keys = k_pool + (page * PAGE + tokens) * slot_stride + h * head_stride
-        target = codes + ((page * kv_heads + h) * PAGE + tokens) * (D * BITS // 8)
-        bounds = low_step + (page * kv_heads + h) * (2 * D)
+        summary = tl.load(targets + tl.program_id(0)).to(tl.int64) * kv_heads + h
+        target = codes + (summary * PAGE + tokens) * (D * BITS // 8)
+        bounds = low_step + summary * (2 * D)
         column = tl.arange(0, WIDTH)
         packed = tl.zeros((PAGE, WIDTH), tl.int32)
         for s in range(8 // LOW_BITS):
@@ -177,6 +190,7 @@ def _thumbnail_triton(
     page_size: int,
     codes: torch.Tensor,
     low_step: torch.Tensor,
+    targets: torch.Tensor | None,
 ) -> None:
     if pages.shape[0] == 0:
         return
@@ -184,6 +198,7 @@ def _thumbnail_triton(
     _thumbnail_kernel[(pages.shape[0], kv_heads)](
         k_pool,
         pages,
+        pages if targets is None else targets,
         codes,
         low_step.view(torch.int16),
         k_pool.stride(0),
@@ -206,6 +221,7 @@ def thumbnail(
     page_size: int,
     codes: torch.Tensor,
     low_step: torch.Tensor,
+    targets: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Writes the thumbnails of the given physical pages; all their tokens must be in the pool.
@@ -222,6 +238,8 @@ def thumbnail(
         page_size: tokens in a page.
         codes: `[P, Hkv, page_size, D * bits // 8]` uint8, contiguous; packed as `unpack_codes` says.
         low_step: `[P, Hkv, 2, D]` bfloat16, contiguous: low, then step.
+        targets: `[n]` int32 or int64, the pages of `codes` and `low_step` to write, where they are not those of the
+            pool; both then have any number of pages. Not read where `pages` is negative.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -232,19 +250,26 @@ def thumbnail(
     check_pool("k_pool", k_pool, page_size)
     check_rows("pages", pages, 0)
     check_dtype("pages", pages, torch.int32, torch.int64)
-    check_thumbnails(codes, low_step, k_pool, bits, page_size)
+    check_targets(targets, pages)
+    check_thumbnails(codes, low_step, k_pool, bits, page_size, None if targets is None else codes.shape[0])
     run = _thumbnail_triton if use_triton(impl, k_pool) else thumbnail_reference
-    run(k_pool, pages, bits=bits, page_size=page_size, codes=codes, low_step=low_step)
+    run(k_pool, pages, bits=bits, page_size=page_size, codes=codes, low_step=low_step, targets=targets)
 
 
 def check_thumbnails(
-    codes: torch.Tensor, low_step: torch.Tensor, k_pool: torch.Tensor, bits: int, page_size: int
+    codes: torch.Tensor,
+    low_step: torch.Tensor,
+    k_pool: torch.Tensor,
+    bits: int,
+    page_size: int,
+    pages: int | None = None,
 ) -> None:
-    """Raises ValueError unless `codes` and `low_step` are thumbnails of this pool."""
+    """Raises ValueError unless `codes` and `low_step` are thumbnails of this pool, or of as many `pages`."""
     slots, kv_heads, head_dim = k_pool.shape
-    check_shape("codes", codes, slots // page_size, kv_heads, page_size, head_dim * bits // 8)
+    pages = slots // page_size if pages is None else pages
+    check_shape("codes", codes, pages, kv_heads, page_size, head_dim * bits // 8)
     check_dtype("codes", codes, torch.uint8)
     check_contiguous("codes", codes)
-    check_shape("low_step", low_step, slots // page_size, kv_heads, 2, head_dim)
+    check_shape("low_step", low_step, pages, kv_heads, 2, head_dim)
     check_dtype("low_step", low_step, torch.bfloat16)
     check_contiguous("low_step", low_step)

@@ -185,13 +185,16 @@ class CopyEstimator:
     def scan_bytes(self) -> float:
         return self.summary_bytes()
 
-    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
+    def update(
+        self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
+    ) -> None:
         g = self._geometry
+        targets = (pages if targets is None else targets)[pages >= 0].long()
         pages = pages[pages >= 0].long()
         keys = k_pool.view(-1, g.page_size, g.kv_heads, g.head_dim)[pages].float()
-        summary[0][pages] = self._scheme.reconstruct(keys)
+        summary[0][targets] = self._scheme.reconstruct(keys)
         if self._scheme.variance is not None:
-            summary[1][pages] = self._scheme.variance(keys)[:, 0]
+            summary[1][targets] = self._scheme.variance(keys)[:, 0]
 
     def block_mass(
         self,
@@ -272,9 +275,11 @@ class ScreenedEstimator:
         fine = self._fine.summary_bytes() - self._shared
         return self._coarse.scan_bytes() + fine * float(self.scanned.mean())
 
-    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
-        self._coarse.update(k_pool, pages, summary[: self._split])
-        self._fine.update(k_pool, pages, summary[self._split :])
+    def update(
+        self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
+    ) -> None:
+        self._coarse.update(k_pool, pages, summary[: self._split], targets)
+        self._fine.update(k_pool, pages, summary[self._split :], targets)
 
     def block_mass(
         self,
@@ -331,11 +336,14 @@ class PageBound:
     def scan_bytes(self) -> float:
         return self.summary_bytes()
 
-    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
+    def update(
+        self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
+    ) -> None:
         g = self._geometry
+        targets = (pages if targets is None else targets)[pages >= 0].long()
         pages = pages[pages >= 0].long()
         keys = k_pool.view(-1, g.page_size, g.kv_heads, g.head_dim)[pages].float()
-        summary[0][pages] = torch.stack((keys.amin(1), keys.amax(1)), 1)
+        summary[0][targets] = torch.stack((keys.amin(1), keys.amax(1)), 1)
 
     def block_mass(
         self,

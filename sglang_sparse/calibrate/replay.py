@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ from sglang_sparse.tail import MeanTail
 
 FIRST_SLOT = 128
 """The sequence begins here: a page boundary for every page size, and page 0 is padding, as in SGLang."""
+
+Recorder = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Called with a layer that selects and what it chose: lists `[N, Hkv, blocks]` and counts `[N, Hkv]`. The next layer
+overwrites both."""
 
 
 @dataclass
@@ -138,10 +143,17 @@ class Replay:
         return tokens
 
     @torch.inference_mode()
-    def force(self, prefix: Prefix, tokens: list[int], setting: Setting, measure: bool = True) -> Pass:
+    def force(
+        self,
+        prefix: Prefix,
+        tokens: list[int],
+        setting: Setting,
+        measure: bool = True,
+        record: Recorder | None = None,
+    ) -> Pass:
         """Decodes `tokens` after the prompt under a setting. Without `measure`, coverage is left out (all NaN)."""
         setting.options.check_layers(self.layers, self.geometry.kv_heads)
-        step = _ForcedStep(self, setting, prefix, prefix.length, len(tokens), measure)
+        step = _ForcedStep(self, setting, prefix, prefix.length, len(tokens), measure, record)
         return step.result(self._run(prefix, prefix.length, tokens, step))
 
     def _run(
@@ -194,9 +206,17 @@ class _ForcedStep:
     """N decode steps of one request, side by side as the rows of a batch, under one setting."""
 
     def __init__(
-        self, replay: Replay, setting: Setting, prefix: Prefix, start: int, tokens: int, measure: bool
+        self,
+        replay: Replay,
+        setting: Setting,
+        prefix: Prefix,
+        start: int,
+        tokens: int,
+        measure: bool,
+        record: Recorder | None = None,
     ) -> None:
         self._setting = setting
+        self._record = record
         self._geometry = g = setting.geometry(replay.geometry)
         self._workspace = replay._workspace
         self._measure = measure
@@ -251,6 +271,8 @@ class _ForcedStep:
         if layer not in self._dense:
             self._select(layer, q, k_pool, v_pool, scale)
             lists, counts = self._lists, self._counts
+            if self._record:
+                self._record(layer, lists, counts)
             self._kept_blocks[layer] = counts.double()
         out = torch.empty_like(q)
         given = None

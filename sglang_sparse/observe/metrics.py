@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sparse_kernels.slot_maps import TOTALS
+
 from sglang_sparse import sglang_compat
 from sglang_sparse.backend import SparseDecodeBackend
 from sglang_sparse.observe.counters import CounterWindow, Reading
@@ -85,6 +87,18 @@ class Metrics:
             for phase in PHASES:
                 self._phases.touch(phase=phase)
 
+        self._offload: CounterWindow[list[int]] | None = None
+        if step.offload_totals is not None:
+            self._offload = CounterWindow(step.offload_totals, lambda totals: totals.sum(0).tolist())
+            self._block_bytes = step.geometry.block_size * step.geometry.kv_bytes
+            self._looked_up = series(
+                "counter", "offload_blocks", "Blocks that steps looked up in slots, by what became of them.", "kind"
+            )
+            self._missed = series("counter", "offload_missed_bytes", "Bytes that steps read from host memory.")
+            self._missed.touch()
+            for kind in TOTALS:
+                self._looked_up.touch(kind=kind)
+
         if self._audit is not None:
             self._coverage = series(
                 "histogram",
@@ -117,6 +131,12 @@ class Metrics:
             for phase, duration in zip(PHASES, nanoseconds, strict=True):
                 # The phase `rest` of a step that runs just now may lack its start.
                 self._phases.record(max(0, duration) / 1e9, phase=phase)
+
+        if self._offload is not None:
+            counts = dict(zip(TOTALS, self._offload.read_all() if wait else self._offload.read(), strict=True))
+            for kind, count in counts.items():
+                self._looked_up.record(count, kind=kind)
+            self._missed.record(counts["misses"] * self._block_bytes)
 
     def _add(self, reading: Reading) -> None:
         self._steps.record(reading.scanned_steps, kind="sparse")

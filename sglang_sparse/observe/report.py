@@ -37,6 +37,7 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
         "kept_fraction_by_layer_and_head": reading.kept_by_layer_and_head,
         "audit": backend.audit.report() if backend.audit is not None else None,
         "control": backend.step.control.report(),
+        "offload": backend.offload_report(),
     }
     if os.environ.get(SELF_CHECK_VARIABLE) == "1":
         block["self_check"] = self_check(backend, scheduler)
@@ -71,13 +72,14 @@ def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int]:
     pages = sglang_compat.live_closed_pages(scheduler, backend.step.geometry.page_size)
     summaries = backend.step.summaries
     stale = {
-        layer: summaries.stale_pages(layer, pool.get_key_buffer(layer), pool.get_value_buffer(layer), pages)
+        layer: summaries.stale_pages(layer, *backend.pool_copies(layer), pages)
         for layer in range(pool.layer_num)
         if layer in summaries
     }
     return {
         "live_closed_pages": len(pages),
         "stale_pages": max(stale.values(), default=0),
+        "wrong_slots": backend.check_slots(),
         **sglang_compat.pool_usage(scheduler),
     }
 

@@ -38,8 +38,11 @@ class Estimator(Protocol):
     def scan_bytes(self) -> float:
         """Bytes a token of a closed page that `block_mass` reads in one layer and KV head."""
 
-    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
-        """Summarises `pages` (`[n]`, physical, closed; negative entries are skipped) of `k_pool` into `summary`."""
+    def update(
+        self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
+    ) -> None:
+        """Summarises `pages` (`[n]`, physical, closed; negative entries are skipped) of `k_pool` into those pages of
+        `summary`, or into `targets` (`[n]`) if the pool's pages have other numbers."""
 
     def block_mass(
         self,
@@ -78,7 +81,9 @@ class ExactEstimator:
     def scan_bytes(self) -> float:
         return self._geometry.kv_bytes / 2
 
-    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
+    def update(
+        self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
+    ) -> None:
         pass
 
     def block_mass(
@@ -129,9 +134,19 @@ class StatisticsEstimator:
     def scan_bytes(self) -> float:
         return self.summary_bytes()
 
-    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
+    def update(
+        self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
+    ) -> None:
         g = self._geometry
-        block_statistics(k_pool, pages, kind=self.name, page_size=g.page_size, block_size=g.block_size, out=summary[0])
+        block_statistics(
+            k_pool,
+            pages,
+            kind=self.name,
+            page_size=g.page_size,
+            block_size=g.block_size,
+            out=summary[0],
+            targets=targets,
+        )
 
     def block_mass(
         self,
@@ -187,9 +202,12 @@ class ThumbnailEstimator:
     def scan_bytes(self) -> float:
         return self.summary_bytes()
 
-    def update(self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary) -> None:
+    def update(
+        self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
+    ) -> None:
         codes, low_step = summary
-        thumbnail(k_pool, pages, bits=self._bits, page_size=self._geometry.page_size, codes=codes, low_step=low_step)
+        page_size = self._geometry.page_size
+        thumbnail(k_pool, pages, bits=self._bits, page_size=page_size, codes=codes, low_step=low_step, targets=targets)
 
     def block_mass(
         self,

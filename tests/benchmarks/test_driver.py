@@ -38,7 +38,7 @@ def test_names_are_listed_with_a_line_each(capsys: pytest.CaptureFixture) -> Non
     assert main([]) == 0
     shown = capsys.readouterr().out
     for name, (_, text) in BENCHMARKS.items():
-        assert f"  {name.ljust(8)}  {text}\n" in shown
+        assert f"  {name.ljust(max(map(len, BENCHMARKS)))}  {text}\n" in shown
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -217,3 +218,35 @@ def test_peers_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch, capsys: py
     wrong = replace(suite, kept=("0.3",), peers=("flashinfer-variable",))
     assert [m.impl for m in attention_benchmark.run(wrong)] == ["sparse_kernels"]
     assert "peer flashinfer-variable, B=3 context=700 kept=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("slot_lookup", ["all hits, kept 0.3"]),
+        ("slot_assign", ["with lookup, 1"]),
+        ("slot_attention", ["pool, kept 0.3", "slots, 0% direct, kept 0.3", "slots, 2% direct, kept 0.3"]),
+        ("block_gather", ["64 blocks of 8192 B, 8 programs", "64 blocks of 8192 B, 32 programs"]),
+        ("offload_step", ["resident, kept 0.3", "2"]),
+        ("block_store", ["decode, 3 tokens", "prefill, 2048 tokens"]),
+    ],
+)
+def test_operations_of_offload_are_checked_and_timed(
+    name: str, cases: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole run with clocks that stand still."""
+    module = importlib.import_module(f"benchmarks.kernels.bench_{name}")
+
+    def timed(calls: list) -> float:
+        for call in calls:
+            call()
+        return 1e-3
+
+    monkeypatch.setattr(module, "time_in_turn", timed)
+    if name == "block_gather":
+        for constant, value in (("POOL_BYTES", 2**22), ("COUNTS", (8, 64)), ("PROGRAMS", (8, 32))):
+            monkeypatch.setattr(module, constant, value)
+    measured = list(module.run(replace(SUITE, kept=("0.3",), head_dim=64)))
+    assert all(m.bytes for m in measured)
+    for case in cases:
+        assert any(m.case.startswith(case) for m in measured), [m.case for m in measured]

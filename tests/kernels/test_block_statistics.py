@@ -51,6 +51,20 @@ def test_statistics(impl, kind, page_size, block_size, head_dim, dtype, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_summaries_of_other_pages_than_the_pools(impl, device):
+    """Pages of a small pool are summarised as pages of a large one; what names none is not followed."""
+    k_pool = torch.randn(4 * 16, 2, 64, device=device)
+    plain, moved = poisoned(4, 2, 2, 2, 64), poisoned(50, 2, 2, 2, 64)
+    sizes = {"kind": "minmax", "page_size": 16, "block_size": 8, "impl": impl}
+    pages = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    targets = torch.tensor([31, 2**30, 49], device=device)
+    block_statistics(k_pool, pages, out=plain, **sizes)
+    block_statistics(k_pool, pages, out=moved, targets=targets, **sizes)
+    assert torch.equal(moved[[31, 49]], plain[[2, 0]])
+    assert (moved.flatten(1).isnan().all(1).nonzero().flatten().tolist()) == [p for p in range(50) if p not in (31, 49)]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_no_pages_writes_nothing(impl, device):
     k_pool = torch.randn(32, 1, 64, device=device)
     out = poisoned(2, 1, 2, 1, 64)

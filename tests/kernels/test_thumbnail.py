@@ -135,3 +135,21 @@ def test_refuses(change, message):
     }
     with pytest.raises(ValueError, match=message):
         thumbnail(torch.zeros(32, 1, 64), torch.zeros(1, dtype=torch.int32), **(arguments | change))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bits", BITS)
+def test_thumbnails_of_other_pages_than_the_pools(impl, bits, device):
+    keys = make_keys(16, 64, torch.float32).to(device)
+    codes, low_step = make_thumbnails(keys, torch.arange(8, device=device), bits, 16, impl)
+    moved = poisoned(40, 2, 16, 64 * bits // 8, dtype=torch.uint8), poisoned(40, 2, 2, 64, dtype=torch.bfloat16)
+    pages = torch.tensor([6, -1, 1], device=device)
+    targets = torch.tensor([39, 2**30, 20], dtype=torch.int32, device=device)
+    sizes = {"bits": bits, "page_size": 16, "impl": impl}
+    thumbnail(keys, pages, codes=moved[0], low_step=moved[1], targets=targets, **sizes)
+    for got, want in zip(moved, (codes, low_step), strict=True):
+        assert torch.equal(got[[39, 20]], want[[6, 1]])
+        rest = [p for p in range(40) if p not in (39, 20)]
+        assert (got[rest] == poisoned(1, dtype=got.dtype)).all() or got[rest].isnan().all()
+    with pytest.raises(ValueError, match=r"targets has shape \[1\]; needed: \[3\]"):
+        thumbnail(keys, pages, codes=moved[0], low_step=moved[1], targets=targets[:1], **sizes)

@@ -36,9 +36,19 @@ def prompt(seed: int, length: int) -> list[int]:
     return [generator.randrange(256) for _ in range(length)]
 
 
-@pytest.fixture
-def server(start_server: Any, random_llama: Path) -> Any:
-    return start_server(random_llama, *FLAGS)
+OFFLOAD = (
+    "--sparse-decode-offload",
+    "--sparse-decode-host-memory",
+    "0.2",
+    # A few slots a layer and KV head.
+    "--sparse-decode-hot-cache",
+    "0.0002",
+)
+
+
+@pytest.fixture(scope="module", params=[(), OFFLOAD], ids=["resident", "offloaded"])
+def server(request: pytest.FixtureRequest, start_server: Any, random_llama: Path) -> Any:
+    return start_server(random_llama, *FLAGS, *request.param)
 
 
 def assert_no_trace(server: Any) -> dict[str, Any]:
@@ -47,6 +57,7 @@ def assert_no_trace(server: Any) -> dict[str, Any]:
     check = info["self_check"]
     assert check["free_tokens"] + check["cached_tokens"] == check["total_tokens"], server.tail()
     assert check["stale_pages"] == 0, server.tail()
+    assert check["wrong_slots"] == 0, server.tail()
     return info
 
 
@@ -75,7 +86,7 @@ def test_summaries_are_right_while_requests_run(server: Any) -> None:
         for request in running:
             request.result()
     assert any(check["free_requests"] < check["total_requests"] for check in checks), "never checked a running request"
-    assert all(check["stale_pages"] == 0 for check in checks)
+    assert all(check["stale_pages"] == check["wrong_slots"] == 0 for check in checks)
     assert_no_trace(server)
 
 

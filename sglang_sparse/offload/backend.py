@@ -1,0 +1,198 @@
+"""The attention backends of an offloaded server: decode over slots, and prefill over staged prefixes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sparse_kernels.slot_maps import TOTALS
+
+from sglang_sparse import sglang_compat, support
+from sglang_sparse.backend import SparseDecodeBackend
+from sglang_sparse.geometry import Geometry, table_pages
+from sglang_sparse.offload.decode import OffloadedDecode
+from sglang_sparse.offload.kv_pool import OffloadKVPool
+from sglang_sparse.offload.prefill import PrefillBatch, StagedPrefill
+from sglang_sparse.offload.streams import CudaStreams
+from sglang_sparse.options import SparseDecodeOptions
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadPrefillBackend(AttentionBackend):
+    """Serves prefill batches; everything that they need is in the decode backend's pools."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, decode: OffloadDecodeBackend) -> None:
+        super().__init__()
+        self._decode = decode
+        self.token_to_kv_pool = decode.kv_pool
+        self.open_batch = False
+        """Whether a batch was announced whose last layer has not run."""
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        if not forward_batch.forward_mode.is_extend() or forward_batch.extend_seq_lens_cpu is None:
+            return
+        decode, page = self._decode, self._decode.step.geometry.page_size
+        prefixes = [int(length) for length in forward_batch.extend_prefix_lens_cpu]
+        extends = [int(length) for length in forward_batch.extend_seq_lens_cpu]
+        rows = forward_batch.req_pool_indices[: len(extends)]
+        longest = max((p + e for p, e in zip(prefixes, extends, strict=True)), default=0)
+        table = decode.req_to_token[rows.long(), :longest:page] // page
+        decode.prefill.begin(PrefillBatch(table.int(), prefixes, extends, rows))
+        self.open_batch = True
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **unsupported: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer for a prefill batch: `q` is `[T, Hq * D]`, and so is the result."""
+        if k is None or v is None or not save_kv_cache or unsupported:
+            raise ValueError(f"layer {layer.layer_id}: offload needs keys and values in each layer, and nothing else")
+        g = self._decode.step.geometry
+        q = q.reshape(-1, g.query_heads, g.head_dim)
+        out = torch.empty_like(q)
+        heads = (-1, g.kv_heads, g.head_dim)
+        self._decode.prefill.attend(layer.layer_id, q, k.reshape(heads), v.reshape(heads), scale=layer.scaling, out=out)
+        if layer.layer_id == self._decode.layers - 1:
+            self._decode.prefill.end()
+            self.open_batch = False
+        return out.view(len(q), -1)
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("a decode batch reached the prefill backend of offload")
+
+
+class OffloadDecodeBackend(SparseDecodeBackend):
+    """Serves decode batches from slots, open pages and the host pool."""
+
+    def __init__(self, model_runner: ModelRunner, options: SparseDecodeOptions) -> None:
+        AttentionBackend.__init__(self)
+        layers = support.attention_layers(model_runner.model)
+        pool = model_runner.token_to_kv_pool
+        if not isinstance(pool, OffloadKVPool):
+            raise RuntimeError(f"the KV pool is {type(pool).__name__}: another plugin replaces that of offload")
+        options.check_page_size(pool.page_size)
+        options.check_layers(len(layers), layers[0].tp_k_head_num)
+        geometry = Geometry(
+            kv_heads=layers[0].tp_k_head_num,
+            group_size=layers[0].tp_q_head_num // layers[0].tp_k_head_num,
+            head_dim=layers[0].qk_head_dim,
+            dtype=pool.dtype,
+            page_size=pool.page_size,
+            block_size=options.block_size,
+        )
+        self.kv_pool = pool
+        self.layers = self._layers = len(layers)
+        self.req_to_token = self._req_to_token = model_runner.req_to_token_pool.req_to_token
+        rows, width = self.req_to_token.shape
+        streams = CudaStreams(pool.device) if torch.device(pool.device).type == "cuda" else None
+        self.step = self.offloaded = OffloadedDecode(
+            options,
+            geometry,
+            pages=pool.pages,
+            slots=pool.sizes.slots,
+            rows=rows,
+            max_requests=rows,
+            max_pages=table_pages(width, pool.page_size),
+            device=pool.device,
+            streams=streams,
+            timed=sglang_compat.exports_metrics(model_runner),
+        )
+        self.prefill = StagedPrefill(
+            geometry,
+            self.offloaded.host,
+            self.offloaded.write_chunk,
+            staging_tokens=pool.sizes.staging_tokens,
+            device=pool.device,
+            streams=streams,
+        )
+        self.audit = None
+        self._prefill_backend: Any = None
+        logger.info("Sparse decode with %s.", pool.sizes.describe())
+
+    def make_prefill(self) -> OffloadPrefillBackend:
+        """The prefill backend that belongs to this one."""
+        self._prefill_backend = OffloadPrefillBackend(self)
+        return self._prefill_backend
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        if self._prefill_backend is None:
+            raise RuntimeError("offload has no prefill backend: another plugin builds it")
+        if not in_capture:
+            if self._prefill_backend.open_batch:
+                raise RuntimeError("the last prefill did not run through all layers of offload's prefill backend")
+            self.step.control.before_step()
+        batch = forward_batch.batch_size
+        rows = forward_batch.req_pool_indices[:batch]
+        self.offloaded.load(self.req_to_token, rows, forward_batch.seq_lens[:batch], rows.int())
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **unsupported: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer for one token a request: `q` is `[B, Hq * D]`, and so is the result."""
+        if k is None or v is None or not save_kv_cache or unsupported:
+            raise ValueError(f"layer {layer.layer_id}: offload needs keys and values in each layer, and nothing else")
+        g = self.step.geometry
+        q = q.reshape(-1, g.query_heads, g.head_dim)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        heads = (-1, g.kv_heads, g.head_dim)
+        self.offloaded.decode(layer.layer_id, q, k.reshape(heads), v.reshape(heads), scale=layer.scaling, out=out)
+        return out.view(q.shape[0], -1)
+
+    def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, `[slots, Hkv, D]`, copied together from the host pool: for checks."""
+        blocks = self.offloaded.host.blocks[layer].permute(3, 0, 2, 4, 1, 5)
+        keys, values = blocks.reshape(2, -1, *blocks.shape[-2:]).to(self.kv_pool.device)
+        return keys, values
+
+    def offload_report(self) -> dict[str, Any] | None:
+        """Sizes, and what was found in slots since start, over layers and KV heads."""
+        sizes = self.kv_pool.sizes
+        totals = dict(zip(TOTALS, self.offloaded.cache.totals.sum(0).tolist(), strict=True))
+        block_bytes = self.step.geometry.block_size * self.step.geometry.kv_bytes
+        return {
+            "host_pages": sizes.host_pages,
+            "host_bytes": sizes.host_bytes,
+            "slots_by_layer": list(sizes.slots),
+            "hot_bytes": sizes.hot_bytes,
+            "staging_tokens": sizes.staging_tokens,
+            **totals,
+            "missed_bytes": totals["misses"] * block_bytes,
+        }
+
+    def check_slots(self) -> int:
+        """Slots that do not hold their block's bytes, or blocks that are in two slots; waits for the device."""
+        wrong = 0
+        for maps, hot, host in zip(
+            self.offloaded.cache.maps, self.offloaded.cache.hot, self.offloaded.host.blocks, strict=True
+        ):
+            per_page = host.shape[2]
+            for h in range(len(hot)):
+                (blocks,) = (maps.slot_map[h] >= 0).nonzero(as_tuple=True)
+                slots = maps.slot_map[h, blocks].long()
+                wrong += int((maps.slot_block[h, slots] != blocks).sum())
+                own = host[(blocks // per_page).cpu(), h, (blocks % per_page).cpu()].to(hot.device)
+                wrong += int((hot[h, slots] != own).flatten(1).any(1).sum())
+        return wrong

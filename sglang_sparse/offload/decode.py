@@ -1,0 +1,172 @@
+"""Sparse decode under offload, without SGLang: estimators and rules of `DecodeStep` over summaries and open pages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang_sparse.decode_step import DecodeStep
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.observe.layer_clock import ATTENTION
+from sglang_sparse.offload.pools import HostPool, HotCache
+from sglang_sparse.offload.step import OffloadStep
+from sglang_sparse.offload.streams import Streams
+from sglang_sparse.options import SparseDecodeOptions
+
+
+class OffloadedDecode(DecodeStep):
+    """`DecodeStep` whose keys and values are in a host pool, slots and open pages.
+
+    Prefill gives chunks to `write_chunk`; a step calls `load`, then `decode` for each layer. A request's chunk begins
+    with a page, as prefixes and chunks of SGLang's prefill do.
+
+    Args:
+        pages: of the host pool, the padding page included.
+        slots: of each layer, for each KV head.
+        rows: requests that may be decoding; each keeps the row of open pages that `load` is given.
+        options: with `offload`.
+        geometry, max_requests, max_pages, device: as for `DecodeStep`.
+
+    Raises:
+        OffloadError: the host memory cannot be had.
+    """
+
+    def __init__(
+        self,
+        options: SparseDecodeOptions,
+        geometry: Geometry,
+        *,
+        pages: int,
+        slots: Sequence[int],
+        rows: int,
+        max_requests: int,
+        max_pages: int,
+        device: torch.device | str,
+        streams: Streams | None = None,
+        **more: Any,
+    ) -> None:
+        assert options.offload
+        super().__init__(
+            options,
+            geometry,
+            layers=len(slots),
+            pages=pages,
+            max_requests=max_requests,
+            max_pages=max_pages,
+            device=device,
+            **more,
+        )
+        self.host = HostPool(geometry, layers=len(slots), pages=pages, device=device)
+        self.cache = HotCache(geometry, pages=pages, slots=slots, rows=rows, device=device)
+        self.offload = OffloadStep(
+            self.cache,
+            self.host,
+            max_requests=max_requests,
+            max_blocks=max_pages * geometry.blocks_per_page,
+            streams=streams,
+            workspace=self.buffers.attention,
+        )
+        self._closing_rows = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
+
+    @property
+    def offload_totals(self) -> torch.Tensor:
+        return self.cache.totals
+
+    def write_chunk(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool_slots: torch.Tensor,
+        open_slots: torch.Tensor,
+        lengths: list[int],
+    ) -> None:
+        """Stores a prefill batch's new keys and values, and summarises the pages that they fill.
+
+        Args:
+            k, v: `[T, Hkv, D]`, the requests' tokens one after another.
+            pool_slots: `[T]` int64, their places in the pool.
+            open_slots: `[T]` int32, where tokens of each request's last page go in the open pages; negative for others.
+            lengths: tokens of each request in the chunk; sum `T`.
+        """
+        self.offload.write(layer, k, v, pool_slots, open_slots)
+        page = self.geometry.page_size
+        for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
+            full = length // page
+            if full:
+                own = slice(start, start + full * page)
+                targets = pool_slots[own][::page] // page
+                chunk_pages = torch.arange(full, device=k.device)
+                self.summaries.update(layer, k[own], v[own], chunk_pages, targets.contiguous())
+
+    def load(
+        self,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        """Announces a step. Runs outside the graph.
+
+        Arguments as for `DecodeBuffers.load`; `rows [B]` int32 are the requests' rows of open pages.
+        """
+        b, g, batch = self.buffers, self.geometry, len(seq_lens)
+        b.load(req_to_token, req_pool_indices, seq_lens)
+        self.offload.load(b.page_table, b.seq_lens[:batch], rows)
+        self._closing_rows[:batch] = torch.where(b.closing_pages[:batch] >= 0, rows, -1)
+        # Estimators find the keys of an open page by the page table: there it is the row. Of this entry nobody else
+        # reads anything; a page that is full has a summary, under its own number.
+        opened = b.seq_lens[:batch] % g.page_size != 0
+        last = (b.seq_lens[:batch] // g.page_size).long()[:, None].clamp_max(b.page_table.shape[1] - 1)
+        table = b.page_table[:batch]
+        table.scatter_(1, last, torch.where(opened[:, None], rows[:, None].int(), table.gather(1, last)))
+
+    def decode(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, out: torch.Tensor
+    ) -> None:
+        """One layer of the step that `load` announced.
+
+        Args:
+            q: `[B, Hq, D]`.
+            k, v: `[B, Hkv, D]`, of the new tokens.
+            out: `[B, Hq, D]`, written; zeros for padded rows.
+        """
+        batch, cache = q.shape[0], self.cache
+        if layer == 0:
+            self.offload.begin()
+        if self.clock:
+            self.clock.enter(layer)
+        self.offload.store(layer, k, v)
+        open_k, open_v = cache.open_k[layer], cache.open_v[layer]
+        self.summaries.update(
+            layer, open_k, open_v, self._closing_rows[:batch], targets=self.buffers.closing_pages[:batch]
+        )
+        for start in range(0, batch, self.buffers.turn):
+            turn = slice(start, min(start + self.buffers.turn, batch))
+            self._decode_turn(layer, q[turn], turn, scale, out[turn])
+        self._count_requests(layer, batch)
+
+    def _decode_turn(self, layer: int, q: torch.Tensor, turn: slice, scale: float, out: torch.Tensor) -> None:
+        b = self.buffers
+        page_table, seq_lens = b.page_table[turn], b.seq_lens[turn]
+        lists, counts, tail = self._select(layer, q, self.cache.open_k[layer], turn, scale)
+        assert lists is not None
+        assert counts is not None
+        self.offload.fetch(layer, page_table, seq_lens, lists, counts)
+        self.offload.attend(
+            layer,
+            q,
+            page_table,
+            seq_lens,
+            lists,
+            counts,
+            scale=scale,
+            out=out,
+            tail=tail,
+            open_rows=self.offload.open_rows[turn],
+        )
+        if self.clock:
+            self.clock.end(layer, ATTENTION)

@@ -1,0 +1,170 @@
+"""Prefill of requests whose prefixes are in host memory: layer by layer, prefixes stream in and new tokens stream out.
+
+Of two layers the prefixes are on the GPU at a time: while one layer computes, the next one's prefix is on its way. New
+keys and values are written through to the host beside the forward stream: nothing is left to be backed up later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from sparse_kernels import block_gather
+from torch.nn.attention.bias import causal_lower_right
+
+from sglang_sparse.geometry import Geometry
+from sglang_sparse.offload.pools import HostPool
+from sglang_sparse.offload.streams import LOAD, STORE, Streams
+
+LAYERS_STAGED = 2
+
+Write = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]], None]
+"""`OffloadedDecode.write_chunk`."""
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """The requests of one prefill, their new tokens one after another."""
+
+    page_table: torch.Tensor
+    """`[R, max_pages]` int32, pages of each request, prefix and new tokens."""
+    prefix_lens: list[int]
+    """Tokens in the host pool already; whole pages."""
+    extend_lens: list[int]
+    """New tokens; sum `T`."""
+    rows: torch.Tensor
+    """`[R]`, rows of the open pages."""
+
+    def places(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`pool_slots [T]` int64 and `open_slots [T]` int32 of the new tokens, as `block_store` takes them."""
+        device = self.page_table.device
+        pool, opened = [], []
+        for r, (prefix, extend, row) in enumerate(zip(self.prefix_lens, self.extend_lens, self.rows, strict=True)):
+            position = torch.arange(prefix, prefix + extend, device=device)
+            page, inner = position // page_size, position % page_size
+            pool.append(self.page_table[r].long()[page] * page_size + inner)
+            is_open = page == (prefix + extend - 1) // page_size
+            opened.append(torch.where(is_open, row * page_size + inner, -1).int())
+        return torch.cat(pool), torch.cat(opened)
+
+
+class StagedPrefill:
+    """Dense attention of prefill batches over prefixes in a host pool.
+
+    For each batch: `begin`, then `attend` for every layer in order, then `end`. Nothing here is captured in a graph.
+
+    Args:
+        write: stores a layer's new tokens; called on the `store` stream.
+        staging_tokens: prefix tokens of a batch, over all requests, that are on the GPU at a time in one layer.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        host: HostPool,
+        write: Write,
+        *,
+        staging_tokens: int,
+        device: torch.device | str,
+        streams: Streams | None = None,
+    ) -> None:
+        g = self._geometry = geometry
+        self._host, self._write = host, write
+        self.streams = streams or Streams()
+        self.layers = host.blocks.shape[0]
+        self.pages = staging_tokens // g.page_size
+        shape = (LAYERS_STAGED, self.pages, *host.blocks.shape[2:])
+        self._staging = torch.empty(shape, dtype=g.dtype, device=device)
+        self._count = torch.zeros(1, dtype=torch.int32, device=device)
+        self._batch: PrefillBatch | None = None
+        self._held: list[torch.Tensor] = []
+
+    def begin(self, batch: PrefillBatch) -> None:
+        """Announces a batch, and starts to load the prefixes of the first layers.
+
+        Raises ValueError if a prefix ends within a page, or if the prefixes exceed the staging.
+        """
+        g, device = self._geometry, batch.page_table.device
+        if any(prefix % g.page_size for prefix in batch.prefix_lens):
+            raise ValueError(f"prefix lengths are {batch.prefix_lens}; needed: multiples of page_size={g.page_size}")
+        counts = [prefix // g.page_size for prefix in batch.prefix_lens]
+        if sum(counts) > self.pages:
+            raise ValueError(f"prefixes of {sum(counts)} pages exceed the staging of {self.pages}")
+        self._batch = batch
+        self._pool_slots, self._open_slots = batch.places(g.page_size)
+        pages = torch.cat([batch.page_table[r, :count] for r, count in enumerate(counts)])
+        units = g.kv_heads * g.blocks_per_page
+        inner = torch.arange(units, dtype=torch.int32, device=device)
+        self._source = (pages[:, None].int() * units + inner).flatten()
+        self._target = torch.arange(len(self._source), dtype=torch.int32, device=device)
+        # What a stream still reads from the last batch was waited for in its `end`.
+        self._count.fill_(len(self._source))
+        self.streams.record("prefill")
+        with self.streams.on(LOAD):
+            self.streams.wait("prefill")
+            for layer in range(min(LAYERS_STAGED, self.layers)):
+                self._load(layer)
+
+    def _load(self, layer: int) -> None:
+        """Loads a layer's prefixes, on the current stream."""
+        place = layer % LAYERS_STAGED
+        self.streams.operation("load", reads=[("host", layer)], writes=[("staging", place)])
+        if len(self._source):
+            block_gather(
+                self._host.blocks[layer].flatten(0, 2),
+                self._staging[place].flatten(0, 2),
+                self._source,
+                self._target,
+                self._count,
+            )
+        self.streams.record(f"loaded {layer}")
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, out: torch.Tensor
+    ) -> None:
+        """Causal attention of the new tokens over prefixes and themselves, and storage of their keys and values.
+
+        Args:
+            q: `[T, Hq, D]`.
+            k, v: `[T, Hkv, D]`. They are held until `end`.
+            out: `[T, Hq, D]`, written.
+        """
+        assert self._batch is not None
+        batch, g, place = self._batch, self._geometry, layer % LAYERS_STAGED
+        self._held += [k, v]
+        self.streams.wait(f"loaded {layer}")
+        self.streams.record(f"made {layer}")
+        with self.streams.on(STORE):
+            self.streams.wait(f"made {layer}")
+            self._write(layer, k, v, self._pool_slots, self._open_slots, batch.extend_lens)
+            self.streams.record(f"stored {layer}")
+        self.streams.operation("prefill", reads=[("staging", place)], writes=["prefill output"])
+        first_page = first = 0
+        for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True):
+            pages, own = prefix // g.page_size, slice(first, first + extend)
+            staged = self._staging[place, first_page : first_page + pages].permute(3, 1, 0, 2, 4, 5)
+            before_k, before_v = staged.reshape(2, g.kv_heads, prefix, g.head_dim)
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                q[own].transpose(0, 1)[None],
+                torch.cat((before_k, k[own].transpose(0, 1)), 1)[None],
+                torch.cat((before_v, v[own].transpose(0, 1)), 1)[None],
+                attn_mask=causal_lower_right(extend, prefix + extend) if prefix else None,
+                is_causal=not prefix,
+                scale=scale,
+                enable_gqa=g.group_size > 1,
+            )
+            out[own] = attended[0].transpose(0, 1)
+            first_page, first = first_page + pages, first + extend
+        if layer + LAYERS_STAGED < self.layers:
+            self.streams.record(f"read {layer}")
+            with self.streams.on(LOAD):
+                self.streams.wait(f"read {layer}")
+                self._load(layer + LAYERS_STAGED)
+
+    def end(self) -> None:
+        """After the last layer: what follows on the forward stream sees all that was stored."""
+        for layer in range(self.layers):
+            self.streams.wait(f"stored {layer}")
+        self._held.clear()
+        self._batch = None

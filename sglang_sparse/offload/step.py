@@ -1,0 +1,220 @@
+"""One decode step under offload: store the new token, fetch what is missed, attend to slots.
+
+For each layer, on the forward stream: `store`, then the block lists are chosen, `fetch`, if there is a forecast
+`prefetch` of the next layer, `attend`. What attention reads is what the lists say; a forecast changes only what is
+fetched when.
+"""
+
+from __future__ import annotations
+
+import torch
+from sparse_kernels import (
+    AttentionTail,
+    AttentionWorkspace,
+    FetchList,
+    block_gather,
+    block_store,
+    slot_assign,
+    slot_attention,
+    slot_lookup,
+)
+
+from sglang_sparse.offload.pools import HostPool, HotCache
+from sglang_sparse.offload.streams import PREFETCH, Streams
+
+DEMAND, EXPECTED = 0, 1
+"""Lags of stamps: what this step reads, and what it is expected to read."""
+
+
+class OffloadStep:
+    """Static buffers and order of operations of decode steps; the same on a CPU and in a CUDA graph.
+
+    Args:
+        max_requests, max_blocks: largest batch, and blocks of the longest request.
+    """
+
+    def __init__(
+        self,
+        cache: HotCache,
+        host: HostPool,
+        *,
+        max_requests: int,
+        max_blocks: int,
+        streams: Streams | None = None,
+        workspace: AttentionWorkspace | None = None,
+    ) -> None:
+        self.cache, self.host = cache, host
+        self.streams = streams or Streams()
+        self.workspace = workspace
+        device = cache.epoch.device
+        self.locations = torch.zeros(
+            (max_requests, cache.geometry.kv_heads, max_blocks), dtype=torch.int32, device=device
+        )
+        self.pool_slots = torch.full((max_requests,), -1, dtype=torch.int64, device=device)
+        self.open_slots = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
+        self.open_rows = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    def load(self, page_table: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Notes where the new token of each request goes. Runs outside the graph, before the step.
+
+        Args:
+            page_table: `[>=B, max_pages]` int32, pages of the pool.
+            seq_lens: `[B]` int32, the new token included; 0 for padded rows.
+            rows: `[B]`, each request's row of the open pages.
+        """
+        batch, page = len(seq_lens), self.cache.geometry.page_size
+        last = (seq_lens - 1).clamp_min(0)
+        pages = page_table[:batch].gather(1, (last // page).long()[:, None])[:, 0]
+        used = seq_lens > 0
+        self.open_rows[:batch] = rows
+        self.pool_slots[:batch] = torch.where(used, pages.long() * page + last % page, -1)
+        self.open_slots[:batch] = torch.where(used, self.open_rows[:batch] * page + last % page, -1)
+        self.pool_slots[batch:] = -1
+        self.open_slots[batch:] = -1
+
+    def begin(self) -> None:
+        """The step's first operation, inside the graph: its epoch."""
+        self.streams.operation("epoch", reads=(), writes=["epoch"])
+        self.cache.epoch.add_(1)
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes the step's new keys and values, `[B, Hkv, D]`, to open pages and through to the host."""
+        # A prefetch of this layer uses the maps that are written here.
+        self.streams.wait(f"prefetched {layer}")
+        batch = len(k)
+        self.write(layer, k, v, self.pool_slots[:batch], self.open_slots[:batch])
+
+    def write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, pool_slots: torch.Tensor, open_slots: torch.Tensor
+    ) -> None:
+        """`block_store` of any tokens, such as a chunk of prefill."""
+        self.streams.operation("store", reads=(), writes=[("host", layer), ("open", layer), ("maps", layer)])
+        block_store(
+            k,
+            v,
+            pool_slots,
+            open_slots,
+            self.cache.maps[layer].slot_map,
+            host=self.host.blocks[layer],
+            open_k=self.cache.open_k[layer],
+            open_v=self.cache.open_v[layer],
+            page_size=self.cache.geometry.page_size,
+        )
+
+    def fetch(
+        self,
+        layer: int,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_lists: torch.Tensor,
+        block_counts: torch.Tensor,
+    ) -> None:
+        """Brings listed blocks that are in no slot into slots, as far as there are slots that this step does not use.
+
+        Arguments as in `slot_lookup`; `[B]` lengths.
+        """
+        self._bring(layer, page_table, seq_lens, block_lists, block_counts, self.cache.demand, DEMAND)
+
+    def prefetch(
+        self,
+        layer: int,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_lists: torch.Tensor,
+        block_counts: torch.Tensor,
+    ) -> None:
+        """Brings blocks that a later layer of this step is expected to read, beside the forward stream.
+
+        Takes only slots that neither the last step nor another forecast for this step has used. The lists must stay as
+        they are until the layer's `store`.
+        """
+        self.streams.record("fork")
+        with self.streams.on(PREFETCH):
+            self.streams.wait("fork")
+            self._bring(layer, page_table, seq_lens, block_lists, block_counts, self.cache.expected, EXPECTED)
+            self.streams.record(f"prefetched {layer}")
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_lists: torch.Tensor,
+        block_counts: torch.Tensor,
+        *,
+        scale: float,
+        out: torch.Tensor,
+        tail: AttentionTail | None = None,
+        lse: torch.Tensor | None = None,
+        open_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Attention over the blocks that `fetch` of the same lists found; arguments as in `sparse_attention`.
+
+        `open_rows` are those of the requests of `q`, if they are not the first of the step.
+        """
+        g, batch = self.cache.geometry, len(q)
+        self.streams.operation(
+            "attention",
+            reads=[(name, layer) for name in ("hot", "maps", "host", "open")] + ["locations"],
+            writes=["workspace"],
+        )
+        slot_attention(
+            q,
+            self.cache.sources(layer, self.host, self.open_rows if open_rows is None else open_rows),
+            self.locations[:batch],
+            page_table,
+            seq_lens,
+            block_lists,
+            block_counts,
+            scale=scale,
+            page_size=g.page_size,
+            block_size=g.block_size,
+            out=out,
+            workspace=self.workspace,
+            tail=tail,
+            lse=lse,
+        )
+
+    def _bring(
+        self,
+        layer: int,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_lists: torch.Tensor,
+        block_counts: torch.Tensor,
+        fetch: FetchList,
+        lag: int,
+    ) -> None:
+        cache, g = self.cache, self.cache.geometry
+        maps = cache.maps[layer]
+        totals = cache.totals[layer] if lag == DEMAND else None
+        work = ("list", lag)
+        found = ["locations"] if lag == DEMAND else []
+        self.streams.operation("lookup", reads=["epoch"], writes=[("maps", layer), work, *found])
+        slot_lookup(
+            page_table,
+            seq_lens,
+            block_lists,
+            block_counts,
+            cache.epoch,
+            maps,
+            fetch,
+            lag=lag,
+            page_size=g.page_size,
+            block_size=g.block_size,
+            locations=self.locations[: len(seq_lens)] if lag == DEMAND else None,
+            totals=totals,
+        )
+        self.streams.operation("assign", reads=["epoch"], writes=[("maps", layer), work])
+        slot_assign(cache.epoch, maps, fetch, lag=lag, blocks_per_page=g.blocks_per_page, totals=totals)
+        if not maps.slots:
+            return
+        self.streams.operation("gather", reads=[("host", layer), work], writes=[("hot", layer)])
+        block_gather(
+            self.host.blocks[layer].flatten(0, 2),
+            cache.hot[layer].flatten(0, 1),
+            fetch.source,
+            fetch.target,
+            fetch.copies,
+        )

@@ -1,0 +1,102 @@
+"""A server whose KV cache is in host memory says what one says whose KV cache is not, with any number of slots."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import command, environment, free_port
+
+pytestmark = pytest.mark.server
+
+FLAGS = (
+    *("--sparse-decode", "--sparse-decode-min-context", "128", "--sparse-decode-window-tokens", "32"),
+    *("--sparse-decode-gamma", "0.9", "--page-size", "32", "--chunked-prefill-size", "256"),
+    *("--max-total-tokens", "4096"),
+)
+OFFLOAD = ("--sparse-decode-offload", "--sparse-decode-host-memory", "0.2")
+HOT_CACHES = {"no slots": ("0",), "few slots": ("0.0002",), "ample": ()}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(256) for _ in range(length)]
+
+
+def prompts() -> list[list[int]]:
+    """Some on one prefix; together more than the pool holds."""
+    shared = prompt(0, 700)
+    made = [shared[: 300 + 100 * i] + prompt(10 + i, 40 + 17 * i) for i in range(4)]
+    return made + [prompt(100 + i, 300 + 111 * i) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def resident_answers(start_server: Any, random_llama: Path) -> list[list[int]]:
+    server = start_server(random_llama, *FLAGS)
+    return [answer["output_ids"] for answer in server.generate_many(prompts(), tokens=80, at_once=8)]
+
+
+@pytest.mark.parametrize("hot", HOT_CACHES)
+def test_same_tokens_with_any_hot_cache(
+    hot: str, start_server: Any, random_llama: Path, resident_answers: list[list[int]]
+) -> None:
+    size = HOT_CACHES[hot]
+    server = start_server(random_llama, *FLAGS, *OFFLOAD, *(("--sparse-decode-hot-cache", *size) if size else ()))
+    server.generate(prompts()[3], 4)
+    answers = server.generate_many(prompts(), tokens=80, at_once=8)
+    assert [answer["output_ids"] for answer in answers] == resident_answers
+    # The prefix is found although none of it needs to be on the GPU.
+    assert sum(answer["meta_info"]["cached_tokens"] for answer in answers) > 500
+    info = server.idle_info()
+    offload, check = info["offload"], info["self_check"]
+    assert check["stale_pages"] == check["wrong_slots"] == 0
+    assert offload["misses"] > 0
+    assert offload["missed_bytes"] == offload["misses"] * 16 * 2 * 64 * 4
+    if hot == "no slots":
+        assert offload["hits"] == 0
+        assert offload["direct"] == offload["misses"]
+    elif hot == "ample":
+        assert offload["direct"] == 0
+        assert offload["hits"] > 5 * offload["misses"]
+    else:
+        assert min(offload["hits"], offload["direct"], offload["evictions"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--sparse-decode-host-memory", "2"),
+            "--sparse-decode-host-memory has no effect without --sparse-decode-offload",
+        ),
+        (("--sparse-decode-offload", "--sparse-decode-rule", "all"), "--sparse-decode-rule all reads all keys"),
+        (("--sparse-decode-offload", "--sparse-decode-host-memory", "much"), "--sparse-decode-host-memory is 'much'"),
+        (
+            ("--sparse-decode-offload", "--sparse-decode-host-memory", "900000"),
+            "--sparse-decode-host-memory asks for 900000.0 GiB, but ",
+        ),
+        (
+            ("--sparse-decode-offload", "--sparse-decode-staging", "64"),
+            "--sparse-decode-staging is 64, but a prefix may",
+        ),
+        (
+            ("--sparse-decode-offload", "--sparse-decode-hot-cache", "900000"),
+            "--sparse-decode-hot-cache asks for 900000.00 GiB, but ",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_at_start(flags: tuple[str, ...], message: str, random_llama: Path) -> None:
+    done = subprocess.run(
+        command(random_llama, "--sparse-decode", "--page-size", "32", *flags, port=free_port()),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=240,
+    )
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("sglang-sparse: error: ")]
+    assert len(lines) == 1, done.stderr[-3000:]
+    assert message in lines[0]
