@@ -72,7 +72,7 @@ def test_same_tokens_with_any_hot_cache(
             ("--sparse-decode-host-memory", "2"),
             "--sparse-decode-host-memory has no effect without --sparse-decode-offload",
         ),
-        (("--sparse-decode-offload", "--sparse-decode-rule", "all"), "--sparse-decode-rule all reads all keys"),
+        (("--sparse-decode-offload", "--sparse-decode-rule", "all"), "--sparse-decode-rule all reads keys"),
         (("--sparse-decode-offload", "--sparse-decode-host-memory", "much"), "--sparse-decode-host-memory is 'much'"),
         (
             ("--sparse-decode-offload", "--sparse-decode-host-memory", "900000"),
