@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import re
 import time
@@ -90,8 +91,8 @@ class Server:
         )
 
     def _get(self, path: str, may_be_missing: bool = False) -> str | None:
-        request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
+            request = urllib.request.Request(self.url + path, headers=self._headers)
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
                 return response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
@@ -104,8 +105,8 @@ class Server:
             raise TopError(
                 f"{self.url} does not answer within {TIMEOUT_SECONDS:g} s: it may be loading a model or be stuck"
             ) from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = " ".join(str(getattr(error, "reason", error)).split())
             raise TopError(f"no server answers at {self.url} ({reason}): start it, or give its --url") from None
 
 
