@@ -20,8 +20,9 @@ _KEYS = frozenset(
     kept_fraction_by_layer_and_head audit
     """.split()  # noqa: SIM905
 )
-_PHASE = re.compile(r'^sglang_sparse_timed_layer_seconds_total\{[^}]*phase="(\w+)"[^}]*\} (\S+)$', re.MULTILINE)
-_GAUGE = r"^sglang:{}(?:\{{[^}}]*\}})? (\S+)$"
+# Labels may hold any text, such as a model's name with a brace.
+_PHASE = re.compile(r'^sglang_sparse_timed_layer_seconds_total\{.*\bphase="(\w+)".*\} (\S+)$', re.MULTILINE)
+_GAUGE = r"^sglang:{}(?:\{{.*\}})? (\S+)$"
 
 
 class TopError(Exception):
