@@ -102,7 +102,8 @@ class Tree:
         except PatchError as error:
             raise PatchError(
                 f"{self.package} is neither SGLang {self.release} nor that with all patches ({error}): "
-                "apply the patches by hand, or start from an unchanged tree"
+                "revert them with the sglang_sparse that applied them, apply these by hand, or "
+                "start from an unchanged tree"
             ) from None
         return "pristine"
 

@@ -133,6 +133,7 @@ def test_half_a_series_is_refused(tree: Path, run: Any) -> None:
         code, said = run(action, tree)
         assert code == 1
         assert "neither" in said
+        assert "revert them with the sglang_sparse that applied them" in said
     assert contents(tree) == before
 
 
@@ -152,6 +153,22 @@ def test_an_error_while_writing_changes_nothing(tree: Path, run: Any, monkeypatc
     assert "No space left on device): nothing was changed" in said
     assert len(calls) > 4
     assert contents(tree) == before
+
+
+def test_a_file_that_is_a_link_leaves_what_it_links_to(tree: Path, run: Any) -> None:
+    """Some installers link into a cache that environments share."""
+    link = tree / "sglang" / "srt" / "server_args.py"
+    target = tree.parent / "cached.py"
+    target.write_bytes(link.read_bytes())
+    target.chmod(0o444)
+    link.unlink()
+    link.symlink_to(target)
+    before = target.read_bytes()
+    assert run("apply", tree)[0] == 0
+    assert target.read_bytes() == before != link.read_bytes()
+    assert link.stat().st_mode & 0o777 == 0o444
+    assert run("revert", tree)[0] == 0
+    assert link.read_bytes() == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
