@@ -7,6 +7,7 @@
 # "--gamma-per head"; PYTHON is the interpreter. Without a GPU both steps take a CPU, and only small models make sense.
 set -euo pipefail
 
+[[ $# -ge 2 ]] || { echo "error: give the model's folder and the file of prompts" >&2; exit 2; }
 model=$1 prompts=$2
 shift 2
 python=${PYTHON:-python3}

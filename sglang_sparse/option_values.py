@@ -66,14 +66,19 @@ def parse_json(text: str, source: str) -> dict:
     """A JSON object without repeated keys; raises OptionsError, which names `source`, if `text` is none."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for key, _ in pairs:
-            if sum(key == other for other, _ in pairs) > 1:
-                raise OptionsError(f"{source}: key {key!r} is given twice")
-        return dict(pairs)
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise OptionsError(f"{source}: key {key[:60]!r} is given twice")
+            values[key] = value
+        return values
 
     try:
         values = json.loads(text, object_pairs_hook=unique)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except OptionsError:
+        raise
+    # Besides JSONDecodeError: an integer of more digits than Python converts.
+    except (ValueError, RecursionError) as error:
         raise OptionsError(f"{source}: not valid JSON ({error})") from None
     if not isinstance(values, dict):
         raise OptionsError(f'{source}: give a JSON object such as {{"gamma": 0.95}}')

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,15 +28,19 @@ TESTED_RELEASES = ("0.5.17", "0.5.20", "0.5.23")
 OFFLOAD_RELEASES = ("0.5.17",)
 
 POINTS_MODULE = "sglang.srt.sparse_decode_points"
-"""Only an SGLang that is patched for sparse decode (patches/) has this module."""
+"""An SGLang that is patched for sparse decode (patches/) has this module, and imports it."""
 
 
 def is_patched() -> bool:
     """Whether SGLang calls sparse decode by itself, so that there is nothing to hook."""
     try:
-        return importlib.util.find_spec(POINTS_MODULE) is not None
+        if importlib.util.find_spec(POINTS_MODULE) is None:
+            return False
+        arguments = importlib.util.find_spec("sglang.srt.server_args")
     except ModuleNotFoundError:
         return False
+    # pip does not know the module: it stays where another release was installed over a patched one.
+    return arguments is not None and POINTS_MODULE in Path(arguments.origin or "").read_text(encoding="utf-8")
 
 
 def decodes_nothing() -> bool:

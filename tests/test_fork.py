@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
 
 import pytest
 
 from sglang_sparse import fork, plugin
 from sglang_sparse.fork import PointKind, Points
+from sglang_sparse.sglang_compat import POINTS_MODULE
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +94,30 @@ def test_the_plugin_installs_nothing_in_a_patched_sglang(
     monkeypatch.setattr(plugin.compat, "is_patched", lambda: False)
     plugin.register()
     assert empty_registry == [1]
+
+
+@pytest.mark.parametrize(
+    ("marker", "arguments", "expected"),
+    [
+        (True, f"from {POINTS_MODULE} import sparse_decode_point\n", True),
+        # Another release was installed over a patched one.
+        (True, "import argparse\n", False),
+        (False, "import argparse\n", False),
+    ],
+)
+def test_a_tree_is_patched_if_it_uses_the_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marker: bool, arguments: str, expected: bool
+) -> None:
+    (tmp_path / "server_args.py").write_text(arguments)
+    if marker:
+        (tmp_path / "sparse_decode_points.py").write_text("")
+
+    def find(name: str) -> ModuleSpec | None:
+        file = tmp_path / f"{name.rpartition('.')[2]}.py"
+        return spec_from_file_location(name, file) if file.exists() else None
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    assert plugin.compat.is_patched() is expected
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from sglang_sparse import option_sources
 from sglang_sparse import options as module
 from sglang_sparse.option_sources import merge
+from sglang_sparse.option_values import parse_json
 from sglang_sparse.options import OptionsError, SparseDecodeOptions
 
 
@@ -190,6 +192,8 @@ def test_wrong_values_name_their_flag_in_one_line(values: dict[str, Any], named:
         ('{"gamma": 0.9, "gamma": 0.8}', "twice"),
         ("[" * 100_000, "not valid JSON"),
         ("{", "not valid JSON"),
+        (f'{{"top_k": {"1" * 5000}}}', "not valid JSON"),
+        (f'{{"{"k" * 5000}": 1, "{"k" * 5000}": 2}}', "key 'k{60}' is given twice"),
         ('{"gamma": 2}', "--sparse-decode-gamma"),
         (None, "cannot be read"),
     ],
@@ -200,6 +204,14 @@ def test_wrong_config_files_are_named(tmp_path: Path, content: str | None, what:
         file.write_text(content)
     with pytest.raises(OptionsError, match=what):
         parse("--sparse-decode", "--sparse-decode-config", str(file))
+
+
+def test_json_of_many_keys_is_read_in_time() -> None:
+    keys = [f"k{number}" for number in range(100_000)]
+    start = time.monotonic()
+    assert list(parse_json(json.dumps(dict.fromkeys(keys)), "body")) == keys
+    # The server answers nobody else meanwhile.
+    assert time.monotonic() - start < 10
 
 
 def test_options_without_sparse_decode_are_refused() -> None:

@@ -41,7 +41,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         print(run(arguments.action, arguments.tree, arguments.release))
-    except PatchError as error:
+    except (PatchError, OSError) as error:
         print(f"sglang-sparse: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0

@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +33,7 @@ def release_of(package: Path) -> str | None:
     versions = []
     generated = package / "_version.py"
     if generated.is_file():
-        versions = re.findall(r"^__version__ = .*?'([^']+)'", generated.read_text(), re.MULTILINE)
+        versions = re.findall(r"^__version__ = .*?'([^']+)'", generated.read_text(errors="replace"), re.MULTILINE)
     versions = versions or [folder.name.split("-")[1] for folder in package.parent.glob("sglang-*.dist-info")]
     if len(versions) != 1 or ".dev" in versions[0]:
         return None
@@ -56,6 +58,16 @@ def read_series(release: str) -> list[FilePatch]:
         known = sorted(found.name.removeprefix("sglang-") for found in folder.glob("sglang-*") if found.is_dir())
         raise PatchError(f"there are no patches for SGLang {release}: there are some for {', '.join(known)}")
     return [patch for file in files for patch in diff.parse(file.read_text(encoding="utf-8"), file.name)]
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Makes signals that end a process wait, so that they do not leave a tree half patched."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Tree:
@@ -90,7 +102,8 @@ class Tree:
         except PatchError as error:
             raise PatchError(
                 f"{self.package} is neither SGLang {self.release} nor that with all patches ({error}): "
-                "apply the patches by hand, or start from an unchanged tree"
+                "revert them with the sglang_sparse that applied them, apply these by hand, or "
+                "start from an unchanged tree"
             ) from None
         return "pristine"
 
@@ -99,7 +112,9 @@ class Tree:
         if self.state() == wanted:
             return False
         patches = self.series if wanted == "patched" else diff.reverse(self.series)
-        self._write(diff.apply_all(patches, self.texts))
+        texts = diff.apply_all(patches, self.texts)
+        with _uninterrupted():
+            self._write(texts)
         return True
 
     def _path(self, path: str) -> Path:
@@ -125,9 +140,11 @@ class Tree:
             for path in texts:
                 self._replace(self._path(path), staged[self._path(path)])
                 done.append(path)
-        except OSError as error:
+        except BaseException as error:
             for path in done:
                 self._replace(self._path(path), self._stage(self._path(path), self.texts[path]))
+            if not isinstance(error, OSError):
+                raise
             name = error.filename or self.package
             raise PatchError(f"{name} cannot be written ({error.strerror}): nothing was changed") from None
         finally:

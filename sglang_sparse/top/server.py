@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import re
 import time
@@ -19,8 +20,9 @@ _KEYS = frozenset(
     kept_fraction_by_layer_and_head audit
     """.split()  # noqa: SIM905
 )
-_PHASE = re.compile(r'^sglang_sparse_timed_layer_seconds_total\{[^}]*phase="(\w+)"[^}]*\} (\S+)$', re.MULTILINE)
-_GAUGE = r"^sglang:{}(?:\{{[^}}]*\}})? (\S+)$"
+# Labels may hold any text, such as a model's name with a brace.
+_PHASE = re.compile(r'^sglang_sparse_timed_layer_seconds_total\{.*\bphase="(\w+)".*\} (\S+)$', re.MULTILINE)
+_GAUGE = r"^sglang:{}(?:\{{.*\}})? (\S+)$"
 
 
 class TopError(Exception):
@@ -90,8 +92,8 @@ class Server:
         )
 
     def _get(self, path: str, may_be_missing: bool = False) -> str | None:
-        request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
+            request = urllib.request.Request(self.url + path, headers=self._headers)
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
                 return response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
@@ -104,8 +106,8 @@ class Server:
             raise TopError(
                 f"{self.url} does not answer within {TIMEOUT_SECONDS:g} s: it may be loading a model or be stuck"
             ) from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = " ".join(str(getattr(error, "reason", error)).split())
             raise TopError(f"no server answers at {self.url} ({reason}): start it, or give its --url") from None
 
 

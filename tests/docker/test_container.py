@@ -97,8 +97,8 @@ def health() -> Iterator[tuple[type[Health], str]]:
     server.server_close()
 
 
-def check(port: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"SGLANG_SPARSE_PORT": port}
+def check(port: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"SGLANG_SPARSE_PORT": port} | variables
     return subprocess.run(
         [sys.executable, str(HEALTHCHECK)], env=environment, capture_output=True, text=True, check=False
     )
@@ -114,5 +114,15 @@ def test_healthy_only_if_a_token_is_generated(health: tuple[type[Health], str]) 
     assert "503" in result.stderr
 
 
+def test_a_proxy_of_the_host_is_not_asked(health: tuple[type[Health], str], free_port: int) -> None:
+    _, port = health
+    proxy = f"http://127.0.0.1:{free_port}"
+    names = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+    assert check(port, **dict.fromkeys(names, proxy), no_proxy="", NO_PROXY="").returncode == 0
+
+
 def test_not_healthy_without_a_server(free_port: int) -> None:
-    assert check(str(free_port)).returncode == 1
+    for port in (str(free_port), "http"):
+        result = check(port)
+        assert result.returncode == 1
+        assert result.stderr.count("\n") == 1

@@ -72,6 +72,16 @@ def test_what_is_copied_is_there_and_in_the_build_context() -> None:
         assert source.split("/")[0] in allowed, f"{source} is not in the build context"
 
 
+def test_all_that_the_project_is_built_from_is_copied() -> None:
+    settings = (ROOT / "pyproject.toml").read_text()
+    tool = settings[settings.index("[tool.setuptools]") : settings.index("[tool.pytest")]
+    paths = {path.split("/")[0] for path in re.findall(r'"([^"]*)"', tool)}
+    needed = {path for path in paths if path.strip(".*") and (ROOT / path).exists()} | {"README.md", "LICENSE"}
+    assert {"kernels", "patches"} < needed
+    copied = {source for rest in arguments("COPY") for source in rest.split()[:-1]}
+    assert needed - {"."} <= copied, f"{needed - copied} is not in the image"
+
+
 def test_the_server_is_not_root_and_is_checked() -> None:
     last_stage = instructions()[max(i for i, (word, _) in enumerate(instructions()) if word == "FROM") :]
     users = [rest for word, rest in last_stage if word == "USER"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,7 @@ def test_half_a_series_is_refused(tree: Path, run: Any) -> None:
         code, said = run(action, tree)
         assert code == 1
         assert "neither" in said
+        assert "revert them with the sglang_sparse that applied them" in said
     assert contents(tree) == before
 
 
@@ -150,6 +153,76 @@ def test_an_error_while_writing_changes_nothing(tree: Path, run: Any, monkeypatc
     assert "No space left on device): nothing was changed" in said
     assert len(calls) > 4
     assert contents(tree) == before
+
+
+def test_a_file_that_is_a_link_leaves_what_it_links_to(tree: Path, run: Any) -> None:
+    """Some installers link into a cache that environments share."""
+    link = tree / "sglang" / "srt" / "server_args.py"
+    target = tree.parent / "cached.py"
+    target.write_bytes(link.read_bytes())
+    target.chmod(0o444)
+    link.unlink()
+    link.symlink_to(target)
+    before = target.read_bytes()
+    assert run("apply", tree)[0] == 0
+    assert target.read_bytes() == before != link.read_bytes()
+    assert link.stat().st_mode & 0o777 == 0o444
+    assert run("revert", tree)[0] == 0
+    assert link.read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_writing_waits(tree: Path, number: int) -> None:
+    before = contents(tree)
+    # The signal comes before the third of thirteen files is put in place; by default it ends the process.
+    code = f"""if True:
+        import os, signal, sys
+        from sglang_sparse.patches import __main__
+        signal.signal({int(number)}, signal.SIG_DFL)
+        replace, calls = os.replace, []
+        def interrupted(source, target):
+            calls.append(target)
+            if len(calls) == 3:
+                os.kill(os.getpid(), {int(number)})
+            replace(source, target)
+        os.replace = interrupted
+        sys.exit(__main__.main())
+    """
+    command = [sys.executable, "-c", code, "apply", "--tree", str(tree)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == -number, result.stderr
+    assert Tree(tree).state() == "patched"
+    assert set(contents(tree)) == {*before, tree / POINTS}
+
+
+def test_another_error_while_writing_changes_nothing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, calls = os.replace, []
+
+    def failing(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    before = contents(tree)
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(KeyboardInterrupt):
+        Tree(tree).change("patched")
+    assert contents(tree) == before
+
+
+def test_what_cannot_be_read_is_one_line(tree: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree / "sglang" / "_version.py").unlink()
+    (tree / "sglang" / "_version.py").write_bytes(b"\xff\xfe")
+    assert "add --release" in run("check", tree)[1]
+
+    def denied(path: Path, **_: Any) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    code, said = run("check", tree)
+    assert code == 1
+    assert "Permission denied" in said
 
 
 def with_version(tree: Path, version: str | None) -> Path:

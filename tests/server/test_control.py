@@ -126,8 +126,11 @@ def test_changes_need_the_admin_key(server: Any, key: str | None) -> None:
         ("{", "not valid JSON"),
         (b"\xff", "not valid JSON"),
         ('{"gamma": 0.5, "gamma": 0.6}', "'gamma' is given twice"),
+        ('{"gamma": NaN}', "gamma is NaN"),
+        (f'{{"gamma": {"1" * 5000}}}', "not valid JSON"),
+        ("", "not valid JSON"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_wrong_change_is_refused_whole(server: Any, body: Any, named: str) -> None:
     response = post(server, body)

@@ -103,3 +103,18 @@ def test_calibrate_then_serve(random_llama: Path, tmp_path: Path) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(60)
+
+
+@pytest.mark.parametrize("example", ["calibrate_then_serve.sh", "engine.py"])
+def test_without_arguments_an_example_says_what_it_wants(example: str) -> None:
+    interpreter = "bash" if example.endswith(".sh") else sys.executable
+    result = subprocess.run(
+        [interpreter, str(EXAMPLES / example)],
+        env=harness.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert result.returncode in (1, 2)
+    assert result.stderr.splitlines()[-1].startswith("error: give the model's folder")

@@ -30,11 +30,12 @@ def block(steps: int, kept: list[list[float]], **more: Any) -> dict[str, Any]:
 
 
 def metrics(estimate: float, rest: float) -> str:
-    labels = 'model_name="tiny",phase='
+    model = 'model_name="a \\"tiny\\" {one}"'
+    labels = f"{model},phase="
     return (
         f'sglang_sparse_timed_layer_seconds_total{{{labels}"estimate"}} {estimate}\n'
         f'sglang_sparse_timed_layer_seconds_total{{{labels}"rest"}} {rest}\n'
-        'sglang:num_running_reqs{model_name="tiny"} 3.0\nsglang:num_queue_reqs{model_name="tiny"} 1.0\n'
+        f"sglang:num_running_reqs{{{model}}} 3.0\nsglang:num_queue_reqs{{{model}}} 1.0\n"
     )
 
 

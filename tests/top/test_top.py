@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -154,6 +155,29 @@ def test_another_service(capsys: Capture) -> None:
         assert "HTTP 404: check --url" in refused(capsys, "--url", f"{url}/somewhere")
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH-2.0"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}", "IncompleteRead"),
+        (b"", "without response"),
+    ],
+)
+def test_a_port_that_speaks_no_http(capsys: Capture, answer: bytes, reason: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        Thread(target=serve, daemon=True).start()
+        message = refused(capsys, "--url", f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert "no server answers at" in message
+    assert reason in message
+
+
 def test_a_server_with_another_release_of_the_plugin(capsys: Capture) -> None:
     with fake_server({key: value for key, value in AFTER.items() if key != "blocks"}) as url:
         assert "reports no blocks: use the sglang-sparse release" in refused(capsys, "--url", url)
@@ -164,6 +188,9 @@ def test_a_server_with_another_release_of_the_plugin(capsys: Capture) -> None:
     [
         (["--url", "http://"], "--url is 'http://'"),
         (["--url", "ftp://host"], "--url is 'ftp://host'"),
+        (["--url", "http://host:port"], "no server answers at http://host:port (nonnumeric port"),
+        (["--url", "http://a b"], "no server answers at http://a b (URL can't contain control characters"),
+        (["--url", "http://[::1"], "no server answers at http://[::1 (Invalid IPv6 URL"),
         (["--interval", "0"], "--interval is 0"),
         (["--interval", "nan"], "--interval is nan"),
         (["--interval", "soon"], "--interval"),
