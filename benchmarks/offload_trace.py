@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
         "device": gpu_name() if device == "cuda" else "cpu",
         "versions": versions(),
     }
-    results = {name: summarise(found, warm_up) for name, found in traces.items()}
+    results = {name: summarise(found, warm_up, device) for name, found in traces.items()}
     print(f"{about['model']}, {args.context} tokens, {used} prompts of up to {args.tokens} steps, warm after {warm_up}")
     print(tables(results))
     if args.out:

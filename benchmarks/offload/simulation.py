@@ -18,17 +18,22 @@ def new_blocks(rows: torch.Tensor) -> torch.Tensor:
     return (rows[1:] & ~rows[:-1]).sum(-1)
 
 
-def lru(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Hits `[steps, R]` of the least-recently-used policy with `slots [R]`; of blocks last used in the same step, the
-    one with the higher index goes first."""
+def lru(rows: torch.Tensor, slots: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Hits `[steps, R]` of the least-recently-used policy for each of the sizes in `slots`, each `[R]`.
+
+    Of blocks last used in the same step, the one with the higher index goes first. What is cached is what was used most
+    lately, so that one order serves all sizes.
+    """
     steps, count, blocks = rows.shape
-    last_used = torch.full((count, blocks), -1)
-    hits = torch.zeros((steps, count), dtype=torch.long)
-    index = torch.arange(blocks)
+    last_used = torch.full((count, blocks), -1, device=rows.device)
+    index = torch.arange(blocks, device=rows.device)
+    hits = [torch.zeros((steps, count), dtype=torch.long, device=rows.device) for _ in slots]
     for step in range(steps):
         order = (last_used * blocks - index).argsort(-1, descending=True)
         rank = torch.empty_like(order).scatter_(-1, order, index.expand(count, -1))
-        hits[step] = (rows[step] & (last_used >= 0) & (rank < slots[:, None])).sum(-1)
+        found = rows[step] & (last_used >= 0)
+        for own, size in zip(hits, slots, strict=True):
+            own[step] = (found & (rank < size[:, None])).sum(-1)
         last_used[rows[step]] = step
     return hits
 
@@ -40,16 +45,16 @@ def clock(rows: torch.Tensor, slots: torch.Tensor, ages: tuple[int, ...] = (1,))
     of which there are enough slots, or else the last.
     """
     steps, count, blocks = rows.shape
-    widest = int(slots.max())
-    hits = torch.zeros((steps, count), dtype=torch.long)
+    widest, device = int(slots.max()), rows.device
+    hits = torch.zeros((steps, count), dtype=torch.long, device=device)
     if widest == 0:
         return hits
-    inside = torch.arange(widest) < slots[:, None]
+    inside = torch.arange(widest, device=device) < slots[:, None]
     stamp = torch.where(inside, -AGES[0], torch.iinfo(torch.int64).max // 2)
     # One column more than there are blocks, and than there are slots: for what is not stored.
-    slot_of = torch.full((count, blocks + 1), widest)
-    held = torch.full((count, widest + 1), blocks)
-    hand = torch.zeros(count, dtype=torch.long)
+    slot_of = torch.full((count, blocks + 1), widest, device=device)
+    held = torch.full((count, widest + 1), blocks, device=device)
+    hand = torch.zeros(count, dtype=torch.long, device=device)
     modulus = slots.clamp_min(1)[:, None]
     for step in range(steps):
         kept = rows[step]
@@ -59,10 +64,10 @@ def clock(rows: torch.Tensor, slots: torch.Tensor, ages: tuple[int, ...] = (1,))
         stamp[row, slot_of[row, block]] = step
         missed = kept & ~found
         wanted = missed.sum(-1)
-        ring = torch.where(inside, (hand[:, None] + torch.arange(widest)) % modulus, 0)
+        ring = torch.where(inside, (hand[:, None] + torch.arange(widest, device=device)) % modulus, 0)
         age = step - stamp.gather(1, ring)
         age[~inside] = -1
-        needed = torch.full((count, 1), ages[-1])
+        needed = torch.full((count, 1), ages[-1], device=device)
         for each in reversed(ages):
             enough = (age >= each).sum(-1) >= wanted
             needed[enough, 0] = each
@@ -79,6 +84,6 @@ def clock(rows: torch.Tensor, slots: torch.Tensor, ages: tuple[int, ...] = (1,))
         slot_of[row, block] = slot
         stamp[row, slot] = step
         some = taken.any(-1)
-        last = (taken * torch.arange(1, widest + 1)).max(-1).values
+        last = (taken * torch.arange(1, widest + 1, device=device)).max(-1).values
         hand = torch.where(some, (hand + last) % modulus[:, 0], hand)
     return hits

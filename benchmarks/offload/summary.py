@@ -15,10 +15,18 @@ from .simulation import AGES, clock, lru, new_blocks
 SIZES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Slots ÷ mean blocks kept of the same row."""
 
-POLICIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+Sizes = list[torch.Tensor]
+"""Slots of each row, for each of the sizes."""
+
+
+def _each_size(rows: torch.Tensor, slots: Sizes, **more: Any) -> list[torch.Tensor]:
+    return [clock(rows, size, **more) for size in slots]
+
+
+POLICIES: dict[str, Callable[[torch.Tensor, Sizes], list[torch.Tensor]]] = {
     "lru": lru,
-    "clock": clock,
-    "clock by age": partial(clock, ages=AGES),
+    "clock": _each_size,
+    "clock by age": partial(_each_size, ages=AGES),
 }
 
 SHARES = ("row", "layer", "equal")
@@ -63,8 +71,9 @@ def slots_for(mean_set: torch.Tensor, heads: int, size: float, share: str) -> to
     return (given * size).round().long()
 
 
-def summarise(traces: list[BlockTrace], warm_up: int) -> dict[str, Any]:
-    """All figures of one setting as a JSON object; each prompt has a cache of its own, which starts empty."""
+def summarise(traces: list[BlockTrace], warm_up: int, device: str = "cpu") -> dict[str, Any]:
+    """All figures of one setting as a JSON object; each prompt has a cache of its own, which starts empty. Caches are
+    simulated on `device`."""
     heads = traces[0].kept.shape[2]
     kept = sum((t.rows.sum(-1).sum(0) for t in traces), torch.tensor(0))
     steps = sum(len(t.kept) for t in traces)
@@ -78,21 +87,25 @@ def summarise(traces: list[BlockTrace], warm_up: int) -> dict[str, Any]:
         for policy, simulate in POLICIES.items():
             if share != "row" and policy != "lru":
                 continue
-            entry = rates.setdefault(share, {}).setdefault(policy, {"all_steps": [], "warm": []})
-            for size in SIZES:
-                total = None
-                for trace in traces:
-                    own = trace.rows.sum(-1).double().mean(0)
-                    made = Rates.of(
-                        simulate(trace.rows, slots_for(own, heads, size, share)), trace.rows.sum(-1), warm_up
-                    )
-                    total = made if total is None else total + made
-                assert total is not None
-                entry["all_steps"].append(total.all_steps)
-                entry["warm"].append(total.warm)
-                if (share, policy, size) == ("row", "lru", 2.0):
-                    by_layer = total.warm_hits.view(-1, heads).sum(1) / total.warm_accesses.view(-1, heads).sum(1)
-                    layers_at_2 = by_layer.tolist()
+            totals: list[Rates | None] = [None] * len(SIZES)
+            for trace in traces:
+                rows = trace.rows.to(device)
+                accesses = rows.sum(-1)
+                own = accesses.double().mean(0)
+                made = simulate(rows, [slots_for(own, heads, size, share) for size in SIZES])
+                for index, hits in enumerate(made):
+                    rates_of = Rates.of(hits.cpu(), accesses.cpu(), warm_up)
+                    before = totals[index]
+                    totals[index] = rates_of if before is None else before + rates_of
+            found = [total for total in totals if total is not None]
+            rates.setdefault(share, {})[policy] = {
+                "all_steps": [each.all_steps for each in found],
+                "warm": [each.warm for each in found],
+            }
+            if (share, policy) == ("row", "lru"):
+                at_2 = found[SIZES.index(2.0)]
+                by_layer = at_2.warm_hits.view(-1, heads).sum(1) / at_2.warm_accesses.view(-1, heads).sum(1)
+                layers_at_2 = by_layer.tolist()
     previous = (later.sum() - fresh.sum()) / later.sum()
     return {
         "steps": steps,

@@ -69,7 +69,7 @@ def lru_by_hand(row: torch.Tensor, slots: int) -> list[int]:
 @pytest.mark.parametrize("slots", [0, 1, 7, 20, 50])
 def test_lru(slots: int) -> None:
     rows = random_rows(30, 2, 40, seed=slots)
-    hits = simulation.lru(rows, torch.full((2,), slots))
+    _, hits = simulation.lru(rows, [torch.full((2,), 3), torch.full((2,), slots)])
     for row in range(2):
         assert hits[:, row].tolist() == lru_by_hand(rows[:, row], slots)
 
