@@ -389,6 +389,8 @@ def _fused_top_delta_triton(
     group_size = heads // kv_heads
     half = q.dtype != torch.float32 and not INTERPRETED
     parts = workspace.parts
+    # Sub-ranges of codes that a product takes at once; see `scan_pages`.
+    subs = (8 if half else 4) if bits == 2 else 2 if bits == 4 and not half else 4
     _fused_top_delta_kernel[(workspace.num_programs,)](
         q,
         k_pool,
@@ -438,7 +440,7 @@ def _fused_top_delta_triton(
         GROUP=score_tile.padded_group(group_size),
         D=head_dim,
         D_PAD=triton.next_power_of_2(head_dim),
-        SUB_ROWS=triton.next_power_of_2(head_dim // (2 if bits == 4 and not half else 4)),
+        SUB_ROWS=max(16, triton.next_power_of_2(head_dim // subs)),
         PAGE=page_size,
         BLOCK=block_size,
         CHUNK=plan.CHUNK,
