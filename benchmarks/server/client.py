@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,11 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     """Prompt tokens found in the prefix cache."""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from the request to the first output token."""
+        return self.times[0] - self.started
 
     @property
     def tpot(self) -> float:
@@ -113,6 +119,14 @@ class Client:
     def sparse_info(self) -> dict[str, Any] | None:
         """The `sparse_decode` block of /server_info; None from a dense server."""
         return self.info()["internal_states"][0].get("sparse_decode")
+
+    def change(self, **settings: object) -> None:
+        """Changes a sparse server's settings while it runs. Raises ServerError if it does not take them."""
+        try:
+            with self.post("/sparse_decode", settings) as response:
+                response.read()
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"the server answered: {error.read().decode(errors='replace').strip()}") from None
 
     def read_totals(self) -> ReadTotals | None:
         """What decode steps read so far; None from a dense server and before the first step."""

@@ -11,10 +11,9 @@ from benchmarks.errors import ServerError
 from .client import Answer, Client
 
 
-def warm(client: Client, prompts: Sequence[list[int]]) -> None:
-    """Prefills each prompt, one after another: the prefix cache then holds them."""
-    for prompt in prompts:
-        client.generate(prompt, 1)
+def warm(client: Client, prompts: Sequence[list[int]]) -> list[Answer]:
+    """Prefills each prompt, one after another: the prefix cache then holds them. The answers, of one token."""
+    return [client.generate(prompt, 1) for prompt in prompts]
 
 
 def all_at_once(client: Client, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:

@@ -4,7 +4,8 @@
     python -m benchmarks tpot --model WORKLOAD --prompts runs --context 130000 --batch 1 2 4 6
 
 Every request has a prompt of its own, prefilled before timing, so that what is timed is decoding alone: the mean time
-between tokens while all requests of the batch decode. Every server gets decode CUDA graphs of exactly the batch sizes
+between tokens while all requests of the batch decode. Beside it stands the time to the first token of the prompts that
+were prefilled for the batch, one at a time. Every server gets decode CUDA graphs of exactly the batch sizes
 measured. Answers are greedy; those of the sparse server are compared with the dense one's.
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common_arguments import add_results_arguments, make_parser, open_results, positive
@@ -22,13 +25,14 @@ from benchmarks.results import Results, Row, share, text_table
 from .client import Client
 from .launch import Server, add_server_arguments, captures, check_places, common_flags, variants
 from .prompts import KINDS, kv_bytes_per_token, make_prompts, read_config
-from .statistics import agreement, tpot_together
+from .statistics import agreement, percentile, tpot_together
 from .streams import all_at_once, check_cached, warm
 
 HEAD = (
     "variant",
     "batch",
     "context",
+    "TTFT s",
     "TPOT ms",
     "tokens/s",
     "kept",
@@ -43,39 +47,70 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("tpot", __doc__)
     add_server_arguments(parser)
     parser.add_argument("--prompts", choices=KINDS, default="runs", help="(default: runs)")
-    parser.add_argument("--context", type=positive, required=True, help="prompt tokens of each request")
+    parser.add_argument("--context", type=positive, nargs="+", required=True, help="prompt tokens of each request")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 4])
+    parser.add_argument(
+        "--gammas",
+        type=float,
+        nargs="+",
+        default=[],
+        help="also measure sparse servers with these coverages, changed while they run",
+    )
     parser.add_argument("--tokens", type=positive, default=256, help="tokens generated per request (default: 256)")
     add_results_arguments(parser)
     return parser.parse_args(arguments)
 
 
+@dataclass(frozen=True)
+class Timed:
+    """One batch: seconds a token, kept and bytes read (None if dense), the answers, and the median seconds to the first
+    token of the prompts that were new to the server (None if none was)."""
+
+    seconds: float
+    read: tuple[float, float] | None
+    answers: list[list[int]]
+    first: float | None
+
+
 def measure_server(
-    client: Client, prompts: list[list[int]], batches: list[int], tokens: int
-) -> dict[int, tuple[float, tuple[float, float] | None, list[list[int]]]]:
-    """By batch size: seconds a token, kept and bytes read (None if dense), and the answers. Leaves out, with a line,
-    batches whose prompts the KV cache does not hold."""
-    measured = {}
+    client: Client,
+    prompts: dict[int, list[list[int]]],
+    batches: Sequence[int],
+    tokens: int,
+    gammas: Sequence[float] = (),
+) -> Iterator[tuple[int, int, float | None, Timed]]:
+    """Context, batch size, coverage asked for, and what was measured, one after the other; `prompts` by context.
+
+    The coverage is None for that of the server's own options, which comes first. Leaves out, with a line, batches whose
+    prompts the KV cache does not hold.
+    """
     capacity = client.token_capacity()
-    batches = sorted(batches)
-    warmed = 0
-    for batch in batches:
-        needed = sum(map(len, prompts[:batch])) + batch * (tokens + 128)
-        if needed > capacity:
-            print(f"batch {batch}: takes {needed} tokens of KV cache, the server has {capacity}: left out", flush=True)
-            continue
-        warm(client, prompts[warmed:batch])
-        warmed = batch
-        # Once untimed, so that what a first batch of this size sets up is not timed.
-        all_at_once(client, prompts[:batch], 8)
-        before = client.read_totals()
-        answers = all_at_once(client, prompts[:batch], tokens)
-        after = client.read_totals()
-        for answer, prompt in zip(answers, prompts, strict=False):
-            check_cached([answer], len(prompt))
-        read = after.since(before) if after else None
-        measured[batch] = (tpot_together(answers), read, [answer.tokens for answer in answers])
-    return measured
+    changes: list[float | None] = [None, *(gammas if client.sparse_info() else ())]
+    for context, own in prompts.items():
+        warmed = 0
+        for batch in sorted(batches):
+            needed = sum(map(len, own[:batch])) + batch * (tokens + 128)
+            if needed > capacity:
+                short = f"takes {needed} tokens of KV cache, the server has {capacity}: left out"
+                print(f"batch {batch} of {context}: {short}", flush=True)
+                continue
+            new = [answer.ttft for answer in warm(client, own[warmed:batch])]
+            first = percentile(new, 0.5) if new else None
+            warmed = batch
+            for gamma in changes:
+                if len(changes) > 1:
+                    client.change(gamma=gamma)
+                # Once untimed, so that what a first batch of this size sets up is not timed.
+                all_at_once(client, own[:batch], 8)
+                before = client.read_totals()
+                answers = all_at_once(client, own[:batch], tokens)
+                after = client.read_totals()
+                for answer, prompt in zip(answers, own, strict=False):
+                    check_cached([answer], len(prompt))
+                read = after.since(before) if after else None
+                timed = Timed(tpot_together(answers), read, [answer.tokens for answer in answers], first)
+                first = None
+                yield context, batch, gamma, timed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,69 +121,76 @@ def main(arguments: list[str] | None = None) -> int:
     results = open_results("tpot", given, args)
     require_cuda()
     require_package("sglang")
-    prompts = make_prompts(args.prompts, max(args.batch), args.context, model=args.model, tokenizer=args.tokenizer)
+    prompts = {
+        context: make_prompts(args.prompts, max(args.batch), context, model=args.model, tokenizer=args.tokenizer)
+        for context in sorted(set(args.context))
+    }
     return measure_variants(args, servers, prompts, results)
 
 
 def measure_variants(
-    args: argparse.Namespace, servers: dict[str, list[str]], prompts: list[list[int]], results: Results
+    args: argparse.Namespace, servers: dict[str, list[str]], prompts: dict[int, list[list[int]]], results: Results
 ) -> int:
     """Starts and measures each server, appends rows, prints a table. Raises ServerError."""
     token_bytes = kv_bytes_per_token(read_config(args.model))
     case = f"{Path(args.model).name}, {args.prompts} prompts, {captures(args)}"
-    baseline: dict[int, tuple[float, list[list[int]]]] = {}
+    baseline: dict[tuple[int, int], Timed] = {}
     lines: list[tuple[str, ...]] = []
     for number, (name, flags) in enumerate(servers.items()):
+        found = False
         with Server(args.model, [*common_flags(args, args.batch), *flags], args.logs / f"tpot-{name}.log") as server:
             print(f"{name}: ready after {server.start_seconds:.0f} s: {' '.join(flags)}", flush=True)
             try:
-                measured = measure_server(server, prompts, args.batch, args.tokens)
+                for context, batch, gamma, timed in measure_server(
+                    server, prompts, args.batch, args.tokens, args.gammas
+                ):
+                    found = True
+                    impl = name if gamma is None else f"{name} gamma {gamma:g}"
+                    if number == 0:
+                        baseline[context, batch] = timed
+                    before = baseline.get((context, batch)) if number else None
+                    kept, bytes_share = timed.read or (1.0, 1.0)
+                    # The middle of what is decoded: a step reads all tokens so far.
+                    read = sum(map(len, prompts[context][:batch])) + batch * args.tokens / 2
+                    moved = int(bytes_share * read * token_bytes)
+                    rows = [Row("tpot", case, batch, context, impl, timed.seconds * 1e3, kept, moved)]
+                    if timed.first:
+                        rows.append(Row("ttft", case, 1, context, impl, timed.first * 1e3))
+                    results.append(rows)
+                    lines.append(table_line(impl, batch, context, timed, before))
+                    print("  ".join(lines[-1]), flush=True)
             except ServerError as error:
                 raise ServerError(f"{name}: {error}") from None
-        if not measured:
+        if not found:
             print(
                 f"benchmarks tpot: {name}: no batch fits into the KV cache: lower --batch or --context", file=sys.stderr
             )
             return 1
-        for batch, (seconds, read, answers) in measured.items():
-            kept, bytes_share = read or (1.0, 1.0)
-            # The middle of what is decoded: a step reads all tokens so far.
-            tokens = sum(map(len, prompts[:batch])) + batch * args.tokens / 2
-            row = Row(
-                "tpot",
-                case,
-                batch,
-                args.context,
-                name,
-                seconds * 1e3,
-                kept,
-                int(bytes_share * tokens * token_bytes),
-            )
-            results.append([row])
-            speed = equal = same = ""
-            if number == 0:
-                baseline[batch] = (seconds, answers)
-            elif batch in baseline:
-                speed = f"{baseline[batch][0] / seconds:.2f}x"
-                equal_tokens, equal_answers, _ = agreement(answers, baseline[batch][1])
-                equal, same = share(equal_tokens), share(equal_answers)
-            lines.append(
-                (
-                    name,
-                    str(batch),
-                    str(args.context),
-                    f"{seconds * 1e3:.3f}",
-                    f"{batch / seconds:.1f}",
-                    share(kept),
-                    share(bytes_share),
-                    speed,
-                    equal,
-                    same,
-                )
-            )
-            print("  ".join(lines[-1]), flush=True)
     print("\n" + text_table(HEAD, lines))
     return 0
+
+
+def table_line(impl: str, batch: int, context: int, timed: Timed, baseline: Timed | None) -> tuple[str, ...]:
+    """A line of the table under `HEAD`; `baseline` is what it is compared with."""
+    kept, bytes_share = timed.read or (1.0, 1.0)
+    speed = equal = same = ""
+    if baseline:
+        speed = f"{baseline.seconds / timed.seconds:.2f}x"
+        equal_tokens, equal_answers, _ = agreement(timed.answers, baseline.answers)
+        equal, same = share(equal_tokens), share(equal_answers)
+    return (
+        impl,
+        str(batch),
+        str(context),
+        f"{timed.first:.3f}" if timed.first else "",
+        f"{timed.seconds * 1e3:.3f}",
+        f"{batch / timed.seconds:.1f}",
+        share(kept),
+        share(bytes_share),
+        speed,
+        equal,
+        same,
+    )
 
 
 if __name__ == "__main__":

@@ -43,16 +43,17 @@ def _multiprocessors(index: int | None) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def planned_programs(tensor: torch.Tensor, per_multiprocessor: int) -> int:
+def planned_programs(tensor: torch.Tensor, per_multiprocessor: int, kv_heads: int) -> int:
     """Grid size of a self-planned kernel: a constant of the device, so that a CUDA graph can hold it.
 
     Args:
         tensor: any input of the operation.
-        per_multiprocessor: programs for each streaming multiprocessor.
+        per_multiprocessor: programs for each streaming multiprocessor, at most.
+        kv_heads: each gets the same number of programs, at least one.
 
     Returns:
-        The number of programs; a few in the interpreter.
+        The number of programs; a few for each KV head in the interpreter.
     """
     if not tensor.is_cuda:
-        return _INTERPRETED_PROGRAMS
-    return _multiprocessors(tensor.device.index) * per_multiprocessor
+        return _INTERPRETED_PROGRAMS * kv_heads
+    return max(_multiprocessors(tensor.device.index) * per_multiprocessor // kv_heads, 1) * kv_heads

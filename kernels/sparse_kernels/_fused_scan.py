@@ -11,7 +11,7 @@ from . import _bfloat16_bits as bfloat16_bits
 from . import _fused_plan as plan
 from . import _score_tile as score_tile
 from ._dispatch import INTERPRETED
-from .block_mass_thumbnail import _high_plane, _levels, _load_bounds, _split_subs
+from .block_mass_thumbnail import _high_plane, _levels, _split_subs
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -64,6 +64,14 @@ def _kept_bits(failed, PAGE: tl.constexpr, BLOCK: tl.constexpr):
         return tl.sum(by_block, 0)
     else:
         return tl.reduce(tl.reshape(bits, (PAGE * failed.shape[1],)), 0, _or)
+
+
+@triton.jit
+def _load_bounds(low_step, summary, channels, real, D: tl.constexpr):
+    """Bit patterns of a page's low and step, for a column of channels."""
+    # Spread over all threads, not in vectors: several threads would hold, and compute, the same elements.
+    bounds = tl.max_contiguous(low_step + summary * (2 * D) + channels, [1, 1])
+    return tl.load(bounds, mask=real, other=0), tl.load(bounds + D, mask=real, other=0)
 
 
 @triton.constexpr_function

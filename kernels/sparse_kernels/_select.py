@@ -18,8 +18,8 @@ CHUNK = 4096
 @triton.jit
 def _first_guess(target, blocks, BY_COUNT: tl.constexpr):
     """The first threshold to test: with every share from `(1 - gamma) / blocks` on, gamma is reached."""
-    rest = 1.0 / 16 if BY_COUNT else 1.0 - target
-    return (rest / (2.0 * blocks.to(tl.float32))).to(tl.int32, bitcast=True)
+    rest = 1.0 / 32 if BY_COUNT else 1.0 - target
+    return (rest / blocks.to(tl.float32)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -259,5 +259,5 @@ def launch_select(
         ALIGNED=aligned,
         D=head_dim,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),
-        num_warps=min(8, max(1, widest // 256)),
+        num_warps=min(16, max(1, widest // 256)),
     )

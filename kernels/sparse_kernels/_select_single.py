@@ -2,7 +2,7 @@
 
 The search is that of `_threshold_search`: the smallest set of blocks whose weights reach a goal, by narrowing an
 interval of the bit patterns of the shares. A row's time is that of its passes over the blocks and of their reductions,
-so each pass tests two thresholds, interpolated where that helps, and heads share the reductions of their softmax.
+so each pass tests four thresholds, interpolated where that helps, and heads share the reductions of their softmax.
 """
 
 import triton
@@ -21,11 +21,6 @@ _TWO = tl.constexpr(0x40000000)
 
 
 @triton.jit
-def _add_pairs(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
 def _add_quads(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
@@ -36,16 +31,8 @@ def _max_quads(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def _sum2(x0, x1):
-    """Sums of two tensors. The interpreter reduces tuples element by element."""
-    if _INTERPRETED:
-        return tl.sum(x0, 0), tl.sum(x1, 0)
-    else:
-        return tl.reduce((x0, x1), 0, _add_pairs)
-
-
-@triton.jit
 def _sum4(x0, x1, x2, x3):
+    """Sums of four tensors. The interpreter reduces tuples element by element."""
     if _INTERPRETED:
         return tl.sum(x0, 0), tl.sum(x1, 0), tl.sum(x2, 0), tl.sum(x3, 0)
     else:
@@ -128,35 +115,48 @@ def mean_shares(
 
 
 @triton.jit
-def _reached(keys, weights, first, second, BY_COUNT: tl.constexpr):
-    """Sum of the weights of keys at or above each of two thresholds, and their number: sum, number, sum, number."""
-    taken0, taken1 = keys >= first, keys >= second
+def _weight(key, BY_COUNT: tl.constexpr):
+    """What a block of this key counts for: its share in units of `2**-MASS_BITS`, or 1; never less for a larger key."""
     if BY_COUNT:
-        count0, count1 = _sum2(taken0.to(tl.int32), taken1.to(tl.int32))
-        return count0, count0, count1, count1
+        return key * 0 + 1
     else:
-        return _sum4(
-            tl.where(taken0, weights, 0), taken0.to(tl.int32), tl.where(taken1, weights, 0), taken1.to(tl.int32)
-        )
+        return (key.to(tl.float32, bitcast=True) * _MASS_UNIT + 0.5).to(tl.int32)
 
 
 @triton.jit
-def _two_between(low, high, low_sum, high_sum, count, goal):
-    """Two thresholds inside `(low, high)`, of which the goal is hoped to lie between.
+def _reached(keys, weights, t0, t1, t2, t3):
+    """Sums of the weights of keys at or above each of four thresholds."""
+    return _sum4(
+        tl.where(keys >= t0, weights, 0),
+        tl.where(keys >= t1, weights, 0),
+        tl.where(keys >= t2, weights, 0),
+        tl.where(keys >= t3, weights, 0),
+    )
 
-    Over more than an octave they are the bracket's thirds. In less, shares are spread about evenly, and the goal's
-    place follows from the sums at both ends, off by about the square root of the number of blocks. Half of that took
-    the fewest passes over random rows.
+
+@triton.jit
+def _four_between(low, high, low_sum, high_sum, count, goal):
+    """Four thresholds inside `(low, high)`, in ascending order, two on each side of where the goal should be.
+
+    Over more than an octave they are the bracket's fifths. In less, shares are spread about evenly, and the goal's
+    place follows from the sums at both ends, off by about the square root of the number of blocks. A simulation on
+    random rows chose the distances.
     """
     span = (high - low).to(tl.float32)
     wide = high - low > (1 << 23)
     place = (low_sum - goal).to(tl.float32) / tl.maximum(low_sum - high_sum, 1).to(tl.float32)
     place = tl.where(wide, 0.5, place)
-    reach = tl.where(wide, 1.0 / 6, tl.minimum(0.25, 0.5 / tl.sqrt(count.to(tl.float32))))
-    first = low + (span * tl.maximum(place - reach, 0.0)).to(tl.int32)
-    second = low + (span * tl.minimum(place + reach, 1.0)).to(tl.int32)
-    first = tl.minimum(tl.maximum(first, low + 1), high - 1)
-    return first, tl.minimum(tl.maximum(second, first), high - 1)
+    spread = 1.0 / tl.sqrt(tl.maximum(count, 1.0))
+    near = tl.where(wide, 0.1, 0.2 * spread)
+    far = tl.where(wide, 0.3, 0.75 * spread)
+    t0 = low + (span * tl.maximum(place - far, 0.0)).to(tl.int32)
+    t1 = low + (span * tl.maximum(place - near, 0.0)).to(tl.int32)
+    t2 = low + (span * tl.minimum(place + near, 1.0)).to(tl.int32)
+    t3 = low + (span * tl.minimum(place + far, 1.0)).to(tl.int32)
+    t0 = tl.minimum(tl.maximum(t0, low + 1), high - 1)
+    t1 = tl.minimum(tl.maximum(t1, t0), high - 1)
+    t2 = tl.minimum(tl.maximum(t2, t1), high - 1)
+    return t0, t1, t2, tl.minimum(tl.maximum(t3, t2), high - 1)
 
 
 @triton.jit
@@ -171,32 +171,46 @@ def smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, 
     inside = blocks < blocks_in_row
     keys = tl.where((blocks >= sink) & (blocks < tail), shares.to(tl.int32, bitcast=True), _FORCED)
     keys = tl.where(inside, keys, -1)
-    weights = inside.to(tl.int32) if BY_COUNT else (shares * _MASS_UNIT + 0.5).to(tl.int32)
+    weights = tl.where(inside, _weight(shares.to(tl.int32, bitcast=True), BY_COUNT), 0)
     low = tl.zeros((), tl.int32)
     high = tl.full((), _TWO, tl.int32)
-    low_sum, low_count, high_sum, high_count = _reached(keys, weights, low, high, BY_COUNT)
+    # The second guess is eight mean shares.
+    t1 = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+    t2 = tl.minimum(tl.maximum((8.0 / blocks_in_row.to(tl.float32)).to(tl.int32, bitcast=True), t1), high - 1)
+    low_sum, sum1, sum2, high_sum = _reached(keys, weights, low, t1, t2, high)
     searching = (high_sum < goal) & (low_sum >= goal) & valid
     # Forced blocks alone may do; where nothing does, `low` is 0 and keeps all.
     low = tl.where((high_sum >= goal) & valid, high, low)
-    first = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-    second = first + (high - first) // 2
-    # Invariant while searching: the weights from `low` reach the goal, those from `high` do not.
-    while searching & (high - low > 1) & (low_count - high_count > 1):
-        first_sum, first_count, second_sum, second_count = _reached(keys, weights, first, second, BY_COUNT)
-        if second_sum >= goal:
-            low, low_sum, low_count = second, second_sum, second_count
-        elif first_sum >= goal:
-            low, low_sum, low_count = first, first_sum, first_count
-            high, high_sum, high_count = second, second_sum, second_count
+    each = tl.zeros((), tl.int32)
+    if searching:
+        if sum2 >= goal:
+            low, low_sum = t2, sum2
+        elif sum1 >= goal:
+            low, low_sum, high, high_sum = t1, sum1, t2, sum2
         else:
-            high, high_sum, high_count = first, first_sum, first_count
-        first, second = _two_between(low, high, low_sum, high_sum, low_count - high_count, goal)
-    # The keys in [low, high) are equal, or one: as many of them as it takes.
-    equal = low_count - high_count
-    each = tl.maximum((low_sum - high_sum) // tl.maximum(equal, 1), 1)
-    ties = (goal - high_sum + each - 1) // each
+            high, high_sum = t1, sum1
+        each = _weight(low, BY_COUNT)
+    # Invariant while searching: the weights from `low` reach the goal, those from `high` do not. Every block from `low`
+    # on weighs at least `each`: it is over where the goal needs the least of them, and where one block is between.
+    while searching & (high - low > 1) & (low_sum - goal >= each) & ((low_sum - high_sum) // 2 >= each):
+        count = (low_sum - high_sum).to(tl.float32) / tl.maximum(each, 1).to(tl.float32)
+        t0, t1, t2, t3 = _four_between(low, high, low_sum, high_sum, count, goal)
+        sum0, sum1, sum2, sum3 = _reached(keys, weights, t0, t1, t2, t3)
+        if sum3 >= goal:
+            low, low_sum = t3, sum3
+        elif sum2 >= goal:
+            low, low_sum, high, high_sum = t2, sum2, t3, sum3
+        elif sum1 >= goal:
+            low, low_sum, high, high_sum = t1, sum1, t2, sum2
+        elif sum0 >= goal:
+            low, low_sum, high, high_sum = t0, sum0, t1, sum1
+        else:
+            high, high_sum = t0, sum0
+        each = _weight(low, BY_COUNT)
     kept = (keys >= low) & inside
-    if searching & (equal > ties):
+    if searching & (low_sum - goal >= each) & ((low_sum - high_sum) // 2 >= each):
+        # The keys in [low, high) are equal, and more than it takes.
+        ties = (goal - high_sum + each - 1) // tl.maximum(each, 1)
         tied = kept & (keys < high)
         kept = (kept & (keys >= high)) | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= ties))
     return kept

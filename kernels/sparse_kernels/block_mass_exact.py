@@ -63,14 +63,13 @@ def _block_mass_exact_kernel(
     REQUESTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    unit, end = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
+    unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
     TILES: tl.constexpr = PAGE // T
     while unit < end:
-        b, before = work_split.find_request(unit, seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
+        b, before = work_split.find_request(unit, seq_lens, batch, min_context, PAGE, 1, REQUESTS)
         length = tl.load(seq_lens + b)
         row_pages = tl.cdiv(length, PAGE)
-        h = (unit - before) // row_pages
-        first = (unit - before) % row_pages
+        first = unit - before
         last = tl.minimum(row_pages, first + end - unit)
         query = score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP)
         pages = page_table + b.to(tl.int64) * page_table_stride
@@ -107,7 +106,7 @@ def _block_mass_exact_triton(
 ) -> None:
     batch, kv_heads, group_size, _ = out.shape
     head_dim = q.shape[2]
-    _block_mass_exact_kernel[(planned_programs(q, 4),)](
+    _block_mass_exact_kernel[(planned_programs(q, 4, kv_heads),)](
         q,
         k_pool,
         page_table,

@@ -86,18 +86,17 @@ def _block_mass_statistics_kernel(
     REQUESTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    unit, end = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, TILE_PAGES, REQUESTS)
+    unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, TILE_PAGES, REQUESTS)
     BLOCKS: tl.constexpr = PAGE // BLOCK
     TILE_BLOCKS: tl.constexpr = TILE_PAGES * BLOCKS
     scale = scale_log2 * score_tile.LN_2
     # TF32 keeps fp16's precision over fp32's range: squared queries and variances may leave fp16's.
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
     while unit < end:
-        b, before = work_split.find_request(unit, seq_lens, batch, kv_heads, min_context, PAGE, TILE_PAGES, REQUESTS)
+        b, before = work_split.find_request(unit, seq_lens, batch, min_context, PAGE, TILE_PAGES, REQUESTS)
         length = tl.load(seq_lens + b)
         units = work_split.row_units(length, min_context, PAGE, TILE_PAGES)
-        h = (unit - before) // units
-        first = (unit - before) % units
+        first = unit - before
         last = tl.minimum(units, first + end - unit)
         closed = length // PAGE * BLOCKS
         closed_tiles = tl.cdiv(closed, TILE_BLOCKS)
@@ -159,7 +158,7 @@ def _block_mass_statistics_triton(
 ) -> None:
     batch, kv_heads, group_size, _ = out.shape
     head_dim = q.shape[2]
-    _block_mass_statistics_kernel[(planned_programs(q, 4),)](
+    _block_mass_statistics_kernel[(planned_programs(q, 4, kv_heads),)](
         q,
         k_pool,
         statistics,

@@ -12,9 +12,9 @@ from ._dispatch import INTERPRETED, planned_programs, use_triton
 from ._reference import block_logsumexp, block_maximum, rows_to_score, write_open_page
 from .thumbnail import BITS, check_thumbnails, unpack_codes
 
-_WARPS_PER_MULTIPROCESSOR = 16
-_REGISTERS = 128
-"""Registers of a thread that let this many warps run on a multiprocessor."""
+_OCCUPANCY = {1: (16, 128), 2: (12, 168)}
+"""By pages of a tile: warps that run on a multiprocessor, and the registers of a thread that let them. More warps with
+fewer registers, which then are spilled inside the loop, take up to a third longer."""
 
 
 def block_mass_thumbnail_reference(
@@ -51,10 +51,74 @@ def block_mass_thumbnail_reference(
 
 
 @triton.jit
-def _load_bounds(low_step, summary, channels, real, D: tl.constexpr):
-    """Bit patterns of a page's low and step, for a column of channels."""
+def _load_bounds(
+    low_step, pages, page, closed, kv_heads, h, channels, pairs, real, D: tl.constexpr, PAIR: tl.constexpr
+):
+    """Bit patterns of low and step of PAIR pages from the row's page `page` on, `[channels, columns of a product]`; of
+    the last closed page for those behind it."""
+    last = tl.maximum(closed - 1, 0)
+    real = real & (closed > 0)
+    summary = tl.load(pages + tl.minimum(page, last)).to(tl.int64) * kv_heads + h
     bounds = tl.max_contiguous(low_step + summary * (2 * D) + channels, [1, 1])
-    return tl.load(bounds, mask=real, other=0), tl.load(bounds + D, mask=real, other=0)
+    low, step = tl.load(bounds, mask=real, other=0), tl.load(bounds + D, mask=real, other=0)
+    if PAIR == 2:
+        summary = tl.load(pages + tl.minimum(page + 1, last)).to(tl.int64) * kv_heads + h
+        bounds = tl.max_contiguous(low_step + summary * (2 * D) + channels, [1, 1])
+        low1, step1 = tl.load(bounds, mask=real, other=0), tl.load(bounds + D, mask=real, other=0)
+        low = tl.where(pairs % 2 == 0, low, low1)
+        step = tl.where(pairs % 2 == 0, step, step1)
+    return low, step
+
+
+@triton.jit
+def _load_codes(
+    codes,
+    page,
+    kv_heads,
+    h,
+    tokens,
+    columns,
+    BITS: tl.constexpr,
+    HALF: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Packed codes of a page, `[PAGE, SUB_ROWS]`, words of 16 bits if four bits are HALF, else bytes; and the plane of
+    their high bits if there are three."""
+    row = tl.load(page).to(tl.int64) * kv_heads + h
+    if BITS == 4 and HALF:
+        packed_rows = codes.to(tl.pointer_type(tl.int16)) + (row * PAGE + tokens) * (D // 4)
+    else:
+        packed_rows = codes + (row * PAGE + tokens) * (D * BITS // 8)
+    packed = tl.load(packed_rows + columns, mask=columns < BYTES, other=0)
+    high = packed
+    if BITS == 3:
+        high = tl.load(packed_rows + BYTES + columns % (BYTES // 2), mask=columns < BYTES, other=0)
+        high = _high_plane(high, columns, BYTES, HALF)
+    return packed, high
+
+
+@triton.jit
+def _score(packed, high, f0, f1, f2, f3, scores, SUBS: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
+    """`scores [PAGE, columns]` and the products of a page's codes with the folded query's sub-ranges."""
+    scores = tl.dot(_levels(packed, high, 0, BITS, HALF), f0, scores, input_precision="ieee")
+    scores = tl.dot(_levels(packed, high, 1, BITS, HALF), f1, scores, input_precision="ieee")
+    if SUBS == 4:
+        scores = tl.dot(_levels(packed, high, 2, BITS, HALF), f2, scores, input_precision="ieee")
+        scores = tl.dot(_levels(packed, high, 3, BITS, HALF), f3, scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _store_tile(out_row, group_stride, mass, tile, closed, G: tl.constexpr, PAIR: tl.constexpr):
+    """Stores the log masses of a tile's blocks, `[blocks of a page, heads * PAIR]`."""
+    BLOCKS: tl.constexpr = mass.shape[0]
+    columns = tl.arange(0, mass.shape[1])[None, :]
+    heads = columns // PAIR
+    page = tile * PAIR + columns % PAIR
+    blocks = page * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    tl.store(out_row + heads * group_stride + blocks, mass, mask=(heads < G) & (page < closed))
 
 
 @triton.jit
@@ -173,10 +237,11 @@ def _block_mass_thumbnail_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     T: tl.constexpr,
+    PAIR: tl.constexpr,
     REQUESTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    unit, end = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
+    unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, min_context, PAGE, PAIR, REQUESTS)
     # Codes of four bits are read as words of 16 bits where that saves unpacking, others as bytes: `_levels`.
     WORDS: tl.constexpr = BITS == 4 and HALF
     SUBS: tl.constexpr = 2 if BITS == 4 and not HALF else 4
@@ -195,14 +260,16 @@ def _block_mass_thumbnail_kernel(
         inverse_factor = tl.where(subs == 0, 1.0, tl.where(subs == 1, 0.25, 0.0625))
     tokens = tl.arange(0, PAGE)[:, None]
     columns = tl.arange(0, SUB_ROWS)[None, :]
+    # Column c of a product belongs to head c // PAIR and to page c % PAIR of a tile.
+    pairs = tl.arange(0, GROUP * PAIR)[None, :]
     while unit < end:
-        b, before = work_split.find_request(unit, seq_lens, batch, kv_heads, min_context, PAGE, 1, REQUESTS)
+        b, before = work_split.find_request(unit, seq_lens, batch, min_context, PAGE, PAIR, REQUESTS)
         length = tl.load(seq_lens + b)
-        row_pages = tl.cdiv(length, PAGE)
-        h = (unit - before) // row_pages
-        first = (unit - before) % row_pages
-        last = tl.minimum(row_pages, first + end - unit)
+        units = work_split.row_units(length, min_context, PAGE, PAIR)
+        first = unit - before
+        last = tl.minimum(units, first + end - unit)
         closed = length // PAGE
+        closed_tiles = tl.cdiv(closed, PAIR)
         pages = page_table + b.to(tl.int64) * page_table_stride
         out_row = out + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
         max_row = block_max
@@ -214,26 +281,22 @@ def _block_mass_thumbnail_kernel(
         # elements.
         query = tl.max_contiguous(query, [1, 1])
         query = tl.load(query, mask=real & (heads < G), other=0.0).to(tl.float32) * scale_log2
-        folding_query = query * inverse_factor
-        stop = tl.minimum(last, closed)
-        summary = tl.load(pages + first).to(tl.int64) * kv_heads + h
-        low, step = _load_bounds(low_step, summary, channels, real & (first < stop), D)
-        for page in tl.range(first, stop, num_stages=STAGES):
-            packed_rows = tl.load(pages + page).to(tl.int64) * kv_heads + h
-            if WORDS:
-                packed_rows = codes.to(tl.pointer_type(tl.int16)) + (packed_rows * PAGE + tokens) * (D // 4)
-            else:
-                packed_rows = codes + (packed_rows * PAGE + tokens) * (D * BITS // 8)
-            packed = tl.load(packed_rows + columns, mask=columns < BYTES, other=0)
-            high = packed
-            if BITS == 3:
-                high = tl.load(packed_rows + BYTES + columns % (BYTES // 2), mask=columns < BYTES, other=0)
-                high = _high_plane(high, columns, BYTES, HALF)
-            # The bounds of the next page, in flight while this one is scored.
-            summary = tl.load(pages + tl.minimum(page + 1, stop - 1)).to(tl.int64) * kv_heads + h
-            next_low, next_step = _load_bounds(low_step, summary, channels, real, D)
+        query = tl.reshape(
+            tl.broadcast_to(query[:, :, None], (SUBS * SUB_ROWS, GROUP, PAIR)), (SUBS * SUB_ROWS, GROUP * PAIR)
+        )
+        stop = tl.minimum(last, closed_tiles)
+        low, step = _load_bounds(low_step, pages, first * PAIR, closed, kv_heads, h, channels, pairs, real, D, PAIR)
+        for tile in tl.range(first, stop, num_stages=STAGES):
+            # The last page of an odd number stands in for the one behind it, whose blocks are not stored.
+            page = tile * PAIR
+            packed, high = _load_codes(codes, pages + page, kv_heads, h, tokens, columns, BITS, HALF, D, PAGE, BYTES)
+            if PAIR == 2:
+                other = pages + tl.minimum(page + 1, closed - 1)
+                packed1, high1 = _load_codes(codes, other, kv_heads, h, tokens, columns, BITS, HALF, D, PAGE, BYTES)
             bias = query * bfloat16_bits.to_float(low)
-            folded = folding_query * bfloat16_bits.to_float(step)
+            folded = query * (bfloat16_bits.to_float(step) * inverse_factor)
+            # The bounds of the next tile, in flight while this one is scored.
+            low, step = _load_bounds(low_step, pages, page + PAIR, closed, kv_heads, h, channels, pairs, real, D, PAIR)
             if WORDS:
                 # A query so large that its product with a step leaves float16's range is kept at its end.
                 folded = tl.inline_asm_elementwise(
@@ -243,27 +306,23 @@ def _block_mass_thumbnail_kernel(
                 # Codes go into the product as 128 + code (see `_levels`): 128 times the rounded query is too much.
                 folded, rounded = bfloat16_bits.round_half_up(folded)
                 bias -= 128.0 * rounded
+            bias = tl.sum(bias, 0)
             f0, f1, f2, f3 = _split_subs(folded, SUBS)
-            bias = tl.broadcast_to(tl.sum(bias, 0)[None, :], (PAGE, GROUP))
-            scores = tl.zeros_like(bias) if WORDS else bias
-            scores = tl.dot(_levels(packed, high, 0, BITS, HALF), f0, scores, input_precision="ieee")
-            scores = tl.dot(_levels(packed, high, 1, BITS, HALF), f1, scores, input_precision="ieee")
-            if SUBS == 4:
-                scores = tl.dot(_levels(packed, high, 2, BITS, HALF), f2, scores, input_precision="ieee")
-                scores = tl.dot(_levels(packed, high, 3, BITS, HALF), f3, scores, input_precision="ieee")
+            bias = tl.broadcast_to(bias[None, :], (PAGE, GROUP * PAIR))
+            scores = _score(packed, high, f0, f1, f2, f3, tl.zeros_like(bias) if WORDS else bias, SUBS, BITS, HALF)
+            if PAIR == 2:
+                scores1 = _score(
+                    packed1, high1, f0, f1, f2, f3, tl.zeros_like(bias) if WORDS else bias, SUBS, BITS, HALF
+                )
+                scores = tl.where(pairs % 2 == 0, scores, scores1)
             if WORDS:
                 scores = scores * 16777216.0 + bias
             mass = score_tile.block_log_mass(scores, BLOCK)
-            score_tile.store_blocks(
-                out_row, out_group_stride, mass, page * (PAGE // BLOCK), closed * (PAGE // BLOCK), G
-            )
+            _store_tile(out_row, out_group_stride, mass, tile, closed, G, PAIR)
             if block_max is not None:
                 maxima = score_tile.block_maximum(scores, BLOCK)
-                score_tile.store_blocks(
-                    max_row, out_group_stride, maxima, page * (PAGE // BLOCK), closed * (PAGE // BLOCK), G
-                )
-            low, step = next_low, next_step
-        if last > closed:
+                _store_tile(max_row, out_group_stride, maxima, tile, closed, G, PAIR)
+        if last > closed_tiles:
             score_tile.write_open_page(
                 score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP),
                 k_pool + h * head_stride,
@@ -306,7 +365,11 @@ def _block_mass_thumbnail_triton(
     # A warp holds a page of 64 tokens and 128 channels for four heads. More warps share a program only for larger
     # tiles: they would have to meet at barriers for every page.
     warps = min(8, max(1, page_size * triton.next_power_of_2(head_dim) * group // (8192 * 4)) * (1 if half else 4))
-    programs = planned_programs(q, max(2, _WARPS_PER_MULTIPROCESSOR // warps))
+    # Tensor cores multiply with eight columns at a time: with four heads, those of two pages.
+    # One request alone is shared out in single pages: with pairs, some programs would have a sixth more than others.
+    pair = 2 if group == 4 and batch > 1 else 1
+    warps_per_multiprocessor, registers = _OCCUPANCY[pair]
+    programs = planned_programs(q, max(2, warps_per_multiprocessor // warps), kv_heads)
     _block_mass_thumbnail_kernel[(programs,)](
         q,
         k_pool,
@@ -338,10 +401,11 @@ def _block_mass_thumbnail_triton(
         PAGE=page_size,
         BLOCK=block_size,
         T=max(16, block_size),
+        PAIR=pair,
         REQUESTS=score_tile.REQUESTS,
         STAGES=3,
         num_warps=warps,
-        maxnreg=_REGISTERS if half else None,
+        maxnreg=registers if half else None,
     )
 
 

@@ -31,6 +31,8 @@ class FakeServer(ThreadingHTTPServer):
         self.running = self.most_at_once = 0
         self.prompts: list[list[int]] = []
         self.seen: list[list[int]] = []
+        self.changes: list[tuple[int, dict[str, Any]]] = []
+        """Settings that were changed, and the prompts before each."""
         self.tokens = self.blocks = 0
 
     @property
@@ -58,9 +60,21 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
+    def _change(self, body: dict[str, Any]) -> None:
+        wrong = (body["gamma"] or 0) > 1
+        content = b"gamma: has to be at most 1" if wrong else b"{}"
+        if not wrong:
+            self.server.changes.append((len(self.server.prompts), body))
+        self.send_response(400 if wrong else 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
     def do_POST(self) -> None:
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/sparse_decode":
+            return self._change(body)
         prompt, count = body["input_ids"], body["sampling_params"]["max_new_tokens"]
         with server.lock:
             server.prompts.append(prompt)

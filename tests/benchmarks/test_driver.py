@@ -138,19 +138,23 @@ def test_tpot_measures_dense_and_sparse_in_turn(
     served: FakeServer, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path = tmp_path / "results.csv"
-    common = ["--model", str(model), "--context", "1000", "--results", str(path), "--logs", str(tmp_path)]
+    common = ["--model", str(model), "--context", "1000", "500", "--results", str(path), "--logs", str(tmp_path)]
     assert main(["tpot", *common, "--batch", "1", "2", "--tokens", "30"]) == 0
-    rows = read_results(path, "--csv")
-    assert [(row["impl"], row["batch"], row["kept"]) for row in rows] == [
-        ("dense", "1", "1"),
-        ("dense", "2", "1"),
-        ("sparse", "1", "0.25"),
-        ("sparse", "2", "0.25"),
+    every = read_results(path, "--csv")
+    first = [(row["impl"], row["context"], row["batch"]) for row in every if row["bench"] == "ttft"]
+    # One prompt of each context was new to each batch.
+    assert first == [(impl, context, "1") for impl in ("dense", "sparse") for context in ("500", "1000") for _ in "ab"]
+    rows = [row for row in every if row["bench"] == "tpot"]
+    assert [(row["impl"], row["context"], row["batch"], row["kept"]) for row in rows] == [
+        (impl, context, batch, kept)
+        for impl, kept in (("dense", "1"), ("sparse", "0.25"))
+        for context in ("500", "1000")
+        for batch in ("1", "2")
     ]
     assert len({row["run"] for row in rows}) == 1
     assert rows[0]["case"] == "tiny, runs prompts, exact capture sizes"
     # Two layers of four heads of 16, keys and values of 2 bytes; 1,000 tokens and half of the answer.
-    assert [int(row["bytes_read"]) for row in rows[::2]] == [512 * 1015, int(0.4 * 512 * 1015)]
+    assert [int(row["bytes_read"]) for row in rows[2::4]] == [512 * 1015, int(0.4 * 512 * 1015)]
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].split()[-2:] == ["100.0%", "100.0%"]
 

@@ -60,25 +60,38 @@ def test_warm_prompts_are_cached_and_cold_ones_are_noticed(server: FakeServer) -
 def test_what_was_read_is_that_of_the_measured_steps(server: FakeServer) -> None:
     server.delay = 0.01
     prompts = [[i] * 1600 for i in range(1, 5)]
-    measured = measure_server(Client(server.url), prompts, [4, 1], 40)
-    assert sorted(measured) == [1, 4]
-    seconds, read, answers = measured[4]
-    assert seconds > 0
-    assert read == (pytest.approx(0.25), pytest.approx(0.4))
-    assert answers[1] == [(3200 + i) % 1000 for i in range(40)]
+    measured = list(measure_server(Client(server.url), {1600: prompts}, [4, 1], 40))
+    assert [case[:2] for case in measured] == [(1600, 1), (1600, 4)]
+    timed = measured[1][3]
+    assert timed.seconds > 0
+    assert timed.read == (pytest.approx(0.25), pytest.approx(0.4))
+    assert timed.answers[1] == [(3200 + i) % 1000 for i in range(40)]
 
 
 def test_batches_that_do_not_fit_are_left_out(server: FakeServer, capsys: pytest.CaptureFixture) -> None:
     server.delay = 0.01
     prompts = [[i] * 1600 for i in range(1, 9)]
-    measured = measure_server(Client(server.url), prompts, [1, 8], 40)
-    assert list(measured) == [1]
-    assert "batch 8: takes 14144 tokens of KV cache, the server has 10000: left out" in capsys.readouterr().out
+    short = {100: [prompt[:100] for prompt in prompts], 1600: prompts}
+    measured = list(measure_server(Client(server.url), short, [1, 8], 40))
+    assert [case[:2] for case in measured] == [(100, 1), (100, 8), (1600, 1)]
+    assert "batch 8 of 1600: takes 14144 tokens of KV cache, the server has 10000: left out" in capsys.readouterr().out
+
+
+def test_coverage_is_changed_while_the_server_runs(server: FakeServer) -> None:
+    server.delay = 0.005
+    client = Client(server.url)
+    measured = list(measure_server(client, {900: [[1] * 900, [2] * 900]}, [1, 2], 40, [0.9]))
+    assert [case[:3] for case in measured] == [(900, batch, gamma) for batch in (1, 2) for gamma in (None, 0.9)]
+    # A warm-up, and for each coverage an untimed and a timed batch.
+    assert server.changes == [(1, {"gamma": None}), (3, {"gamma": 0.9}), (6, {"gamma": None}), (10, {"gamma": 0.9})]
+    with pytest.raises(ServerError, match="gamma: has to be at most 1"):
+        list(measure_server(client, {900: [[1] * 900]}, [1], 40, [2.0]))
 
 
 def test_a_dense_server_reads_everything(server: FakeServer) -> None:
     server.sparse = False
-    assert measure_server(Client(server.url), [[1] * 400], [1], 40)[1][1] is None
+    [(_, _, _, timed)] = measure_server(Client(server.url), {400: [[1] * 400]}, [1], 40)
+    assert timed.read is None
 
 
 def test_load_uses_warm_prefixes_with_ends_of_their_own(server: FakeServer) -> None:
