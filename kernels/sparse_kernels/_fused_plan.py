@@ -56,7 +56,7 @@ def fused_config(group_size: int, head_dim: int, page_size: int, block_size: int
     half = dtype.itemsize == 2
     size = page_size * triton.next_power_of_2(head_dim) * max(4, triton.next_power_of_2(group_size))
     warps = min(8, max(1, size // (8192 * 4)) * (1 if half else 4))
-    programs = max(2, 10 // warps)
+    programs = max(2, 8 // warps)
     return FusedConfig(
         tile=max(16, min(block_size, 4096 // (triton.next_power_of_2(head_dim) * dtype.itemsize))),
         num_warps=warps,
