@@ -19,6 +19,7 @@ class FusedPass:
     def __init__(self, options: SparseDecodeOptions, geometry: Geometry, device: torch.device | str) -> None:
         tail = make_tail(options, geometry)
         self.workspace = FusedWorkspace.create(
+            geometry.kv_heads,
             geometry.group_size,
             geometry.head_dim,
             geometry.dtype,

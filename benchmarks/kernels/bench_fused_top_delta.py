@@ -220,6 +220,7 @@ class Case:
 def make_workspace(suite: Suite, config: FusedConfig | None = None) -> FusedWorkspace:
     """Buffers of the fused pass for the suite's shapes."""
     return FusedWorkspace.create(
+        suite.num_kv_heads,
         suite.group_size,
         suite.head_dim,
         suite.dtype,

@@ -12,7 +12,7 @@ from ._fused_plan import FusedWorkspace
 from .combine import CHANNELS, PARTS, add_parts
 
 
-@triton.jit(do_not_specialize=["batch", "num_programs"])
+@triton.jit(do_not_specialize=["batch", "shares"])
 def _fused_combine_kernel(
     partial_out_ptr,
     partial_max_ptr,
@@ -28,7 +28,7 @@ def _fused_combine_kernel(
     counts_stride_b,
     counts_stride_h,
     batch,
-    num_programs,
+    shares,
     kv_heads,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -40,7 +40,7 @@ def _fused_combine_kernel(
     row = tl.program_id(0)
     g = tl.program_id(1) % G
     channels = (tl.program_id(1) // G) * CHANNELS + tl.arange(0, CHANNELS)
-    units, first, last = plan.row_parts(row, batch, kv_heads, num_programs, seq_lens, PAGE, REQUESTS)
+    units, first, last = plan.row_parts(row, batch, kv_heads, shares, seq_lens, PAGE, REQUESTS)
     shared = (units > 0) & (first < last)
     # Rows inside one program are complete already.
     if shared | (units == 0):
@@ -109,7 +109,7 @@ def combine_parts(
         out.stride(1),
         *block_counts.stride(),
         batch,
-        workspace.num_programs,
+        workspace.num_programs // kv_heads,
         kv_heads,
         G=group_size,
         D=head_dim,

@@ -1,10 +1,10 @@
 """How `fused_top_delta` shares its work, and the buffers that its programs leave parts in and keep notes in.
 
-The work is a sequence of units, one for each page of each row ((request, KV head) pairs in row-major order): program
-`i` of `n` takes units `[i * share, (i + 1) * share)` with `share = ceil(total / n)`. It works on the pages of one row
-at a time, `CHUNK` of them at most: it scans them, lists the blocks to keep, and attends to those. Consecutive units are
-pages that lie far apart in the row (`row_page`), because blocks that are kept lie together: a run of pages would leave
-one program with most of them.
+The work of a KV head is a sequence of units, one for each page of each request, in equal shares (`_work_split`): share
+`i` of head `h` is that of program `i * Hkv + h`, whose buffers are number `h * n + i`, with `n` shares a head, so that
+those of a row lie side by side. A program works on the pages of one row at a time, `CHUNK` of them at most: it scans
+them, lists the blocks to keep, and attends to those. Consecutive units are pages that lie far apart in the row
+(`row_page`), because blocks that are kept lie together: a run of pages would leave one program with most of them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fused_config(group_size: int, head_dim: int, page_size: int, block_size: int
     half = dtype.itemsize == 2
     size = page_size * triton.next_power_of_2(head_dim) * max(4, triton.next_power_of_2(group_size))
     warps = min(8, max(1, size // (8192 * 4)) * (1 if half else 4))
-    programs = max(2, 10 // warps)
+    programs = max(2, 8 // warps)
     return FusedConfig(
         tile=max(16, min(block_size, 4096 // (triton.next_power_of_2(head_dim) * dtype.itemsize))),
         num_warps=warps,
@@ -90,6 +90,7 @@ class FusedWorkspace:
     @classmethod
     def create(
         cls,
+        kv_heads: int,
         group_size: int,
         head_dim: int,
         dtype: torch.dtype,
@@ -104,13 +105,14 @@ class FusedWorkspace:
         """Allocates a workspace.
 
         Args:
+            kv_heads: `Hkv`; each gets the same number of programs.
             group_size: `G`, query heads of a KV head, 1 to 16.
             head_dim: `D`.
             dtype: of the KV pool.
             page_size, block_size: tokens of a page and of a block.
             cells: cells of a page that have a mean value of their own, where there is a tail.
             device: where the kernels run.
-            num_programs: size of the grid; None for what the device and the launch options give.
+            num_programs: size of the grid, at least `kv_heads`; None for what the device and the launch options give.
             config: launch options that the workspace is for; None for the default.
 
         Raises:
@@ -118,7 +120,7 @@ class FusedWorkspace:
         """
         check_sizes(page_size, block_size)
         config = config or fused_config(group_size, head_dim, page_size, block_size, dtype)
-        programs = num_programs or planned_programs(torch.empty(0, device=device), config.programs_per_sm, 1)
+        programs = num_programs or planned_programs(torch.empty(0, device=device), config.programs_per_sm, kv_heads)
 
         def int32(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
@@ -142,9 +144,11 @@ class FusedWorkspace:
         own = (self.counts, self.notes, self.kept_bits, self.slots, self.dropped)
         return self.parts.nbytes + sum(tensor.nbytes for tensor in own)
 
-    def check(self, group_size: int, head_dim: int, page_size: int, block_size: int, cells: int) -> None:
+    def check(self, kv_heads: int, group_size: int, head_dim: int, page_size: int, block_size: int, cells: int) -> None:
         """Raises ValueError unless the buffers fit these sizes."""
         n = self.num_programs
+        if n < kv_heads:
+            raise ValueError(f"workspace has {n} programs; needed: one for each of {kv_heads} KV heads")
         check_shape("workspace.parts.partial_out", self.parts.partial_out, 2 * n, group_size, head_dim)
         check_shape("workspace.counts", self.counts, 2 * n)
         check_shape("workspace.notes", self.notes, n, CHUNK)
@@ -178,30 +182,8 @@ def row_page(units, row_pages):
 
 
 @triton.jit
-def program_share(seq_lens, batch, kv_heads, PAGE: tl.constexpr, REQUESTS: tl.constexpr):
-    """First unit and end of this program's share."""
-    total = tl.zeros((), tl.int32)
-    for start in range(0, batch, REQUESTS):
-        requests = start + tl.arange(0, REQUESTS)
-        lengths = tl.load(seq_lens + requests, mask=requests < batch, other=0)
-        total += tl.sum(work_split.row_units(lengths, 0, PAGE, 1))
-    total *= kv_heads
-    share = tl.cdiv(total, tl.num_programs(0))
-    first = tl.minimum(tl.program_id(0) * share, total)
-    return first, tl.minimum(first + share, total)
-
-
-@triton.jit
-def find_request(unit, seq_lens, batch, kv_heads, PAGE: tl.constexpr, REQUESTS: tl.constexpr):
-    """The request that holds a unit, and the units before that request. `unit` must be below the total."""
-    # A unit of one head lies in the same request as the same share of all heads' units.
-    request, before = work_split.find_request(unit // kv_heads, seq_lens, batch, 0, PAGE, 1, REQUESTS)
-    return request, before * kv_heads
-
-
-@triton.jit
-def row_parts(row, batch, kv_heads, num_programs, seq_lens, PAGE: tl.constexpr, REQUESTS: tl.constexpr):
-    """Units of a row, and the first and last program that work on it; meaningless programs if it has none."""
+def row_parts(row, batch, kv_heads, shares, seq_lens, PAGE: tl.constexpr, REQUESTS: tl.constexpr):
+    """Units of a row, and the first and last buffers of the programs that work on it; meaningless if it has none."""
     b = row // kv_heads
     total = tl.zeros((), tl.int32)
     before = tl.zeros((), tl.int32)
@@ -213,6 +195,6 @@ def row_parts(row, batch, kv_heads, num_programs, seq_lens, PAGE: tl.constexpr, 
         total += tl.sum(units)
         before += tl.sum(tl.where(requests < b, units, 0))
         own += tl.sum(tl.where(requests == b, units, 0))
-    first = before * kv_heads + row % kv_heads * own
-    share = tl.maximum(tl.cdiv(total * kv_heads, num_programs), 1)
-    return own, first // share, (first + own - 1) // share
+    share = tl.maximum(tl.cdiv(total, shares), 1)
+    first = row % kv_heads * shares
+    return own, first + before // share, first + (before + own - 1) // share

@@ -65,6 +65,38 @@ def _kept_bits(failed, PAGE: tl.constexpr, BLOCK: tl.constexpr):
         return tl.reduce(tl.reshape(bits, (PAGE * failed.shape[1],)), 0, _or)
 
 
+@triton.constexpr_function
+def _field_asm(sub: int) -> str:
+    """PTX that leaves one of the eight codes of two bits in each of two words."""
+    shift, field = (10, sub - 5) if sub > 4 else (0, sub)
+    return f"{{ .reg .b32 t; shr.b32 t, $1, {shift}; and.b32 $0, t, 0x{0x00030003 << 2 * field:08x}; }}"
+
+
+@triton.jit
+def _field(words, S: tl.constexpr):
+    """Sub-range S of words of eight codes of two bits: the subnormal float16 `2**-24 * factor * code`.
+
+    Five fields fit the mantissa, with factors 1 to 256; the other three are shifted down first, with factors 1 to 16.
+    """
+    ASM: tl.constexpr = _field_asm(S)
+    return tl.inline_asm_elementwise(ASM, "=r,r", [words], tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _split_fields(folded):
+    """The eight sub-ranges of `folded [8 * ROWS, GROUP]`, `[ROWS, GROUP]` each."""
+    ROWS: tl.constexpr = folded.shape[0] // 8
+    parts = tl.permute(tl.reshape(folded, (2, 2, 2, ROWS, folded.shape[1])), (3, 4, 0, 1, 2))
+    even, odd = tl.split(parts)
+    f04, f26 = tl.split(even)
+    f15, f37 = tl.split(odd)
+    f0, f4 = tl.split(f04)
+    f1, f5 = tl.split(f15)
+    f2, f6 = tl.split(f26)
+    f3, f7 = tl.split(f37)
+    return f0, f1, f2, f3, f4, f5, f6, f7
+
+
 @triton.jit
 def scan_pages(
     q,
@@ -93,7 +125,8 @@ def scan_pages(
 ):
     """Scans the closed ones of `count` noted pages: notes the blocks to keep, and with CELLS the mass of the others.
 
-    The products are those of `_thumbnail_tile`.
+    The products are those of `_thumbnail_tile`; but codes of two bits are read as words of 16
+    bits too, eight codes each, where that saves unpacking.
 
     Args:
         q: the row's queries.
@@ -102,11 +135,19 @@ def scan_pages(
         least, highest: `[GROUP]`, times log2(e): the score from which on a block is kept, and the finite one that
             masses are relative to.
     """
-    WORDS: tl.constexpr = BITS == 4 and HALF
-    SUBS: tl.constexpr = 2 if BITS == 4 and not HALF else 4
+    WORDS: tl.constexpr = BITS != 3 and HALF
+    SUBS: tl.constexpr = 8 if BITS == 2 and HALF else (2 if BITS == 4 and not HALF else 4)
+    BYTES: tl.constexpr = D // SUBS
     UNIT: tl.constexpr = 16777216.0 if WORDS else 1.0
+    # Row r of the folded query belongs to column r % SUB_ROWS of sub-range r // SUB_ROWS.
     rows = tl.arange(0, SUBS * SUB_ROWS)[:, None]
-    channels, real, inverse_factor = thumbnail_tile.channels_of(rows, D, SUB_ROWS, BITS, HALF)
+    if SUBS == 8:
+        subs = rows // SUB_ROWS
+        channels = subs % 4 * (D // 4) + 2 * (rows % SUB_ROWS) + subs // 4
+        real = rows % SUB_ROWS < BYTES
+        inverse_factor = tl.exp2(-2.0 * tl.where(subs > 4, subs - 5, subs).to(tl.float32))
+    else:
+        channels, real, inverse_factor = thumbnail_tile.channels_of(rows, D, SUB_ROWS, BITS, HALF)
     heads = tl.arange(0, GROUP)
     tokens = tl.arange(0, PAGE)[:, None]
     columns = tl.arange(0, SUB_ROWS)[None, :]
@@ -119,20 +160,35 @@ def scan_pages(
     low, step = thumbnail_tile.load_bounds(low_step, summary, channels, real & closed, D)
     for index in tl.range(0, count, num_stages=STAGES):
         noted = tl.load(notes + index)
-        summary = (noted >> 32) * kv_heads + h
+        packed_rows = (noted >> 32) * kv_heads + h
         noted_bits = noted.to(tl.int32)
         closed = noted_bits >= plan.CLOSED
-        packed, high = thumbnail_tile.load_codes(codes, summary, tokens, columns, closed, BITS, HALF, D, PAGE)
+        if SUBS == 8:
+            words = codes.to(tl.pointer_type(tl.int16)) + (packed_rows * PAGE + tokens) * (D // 8)
+            packed = tl.load(words + columns, mask=(columns < BYTES) & closed, other=0)
+        else:
+            packed, high = thumbnail_tile.load_codes(codes, packed_rows, tokens, columns, closed, BITS, HALF, D, PAGE)
         # The bounds of the next page, in flight while this one is scored.
         noted = tl.load(notes + tl.minimum(index + 1, count - 1))
         summary = (noted >> 32) * kv_heads + h
         next_closed = noted.to(tl.int32) >= plan.CLOSED
         next_low, next_step = thumbnail_tile.load_bounds(low_step, summary, channels, real & next_closed, D)
-        folded, bias = thumbnail_tile.fold(query, low, step, inverse_factor, BITS, HALF)
-        f0, f1, f2, f3 = thumbnail_tile.split_subs(folded, SUBS)
+        folded, bias = thumbnail_tile.fold(query, low, step, inverse_factor, WORDS, HALF)
         row_bias = tl.sum(bias, 0)
-        scores = tl.zeros((PAGE, GROUP), tl.float32)
-        scores = thumbnail_tile.score(packed, high, f0, f1, f2, f3, scores, BITS, HALF)
+        if SUBS == 8:
+            f0, f1, f2, f3, f4, f5, f6, f7 = _split_fields(folded)
+            scores = tl.dot(_field(packed, 0), f0)
+            scores = tl.dot(_field(packed, 1), f1, scores)
+            scores = tl.dot(_field(packed, 2), f2, scores)
+            scores = tl.dot(_field(packed, 3), f3, scores)
+            scores = tl.dot(_field(packed, 4), f4, scores)
+            scores = tl.dot(_field(packed, 5), f5, scores)
+            scores = tl.dot(_field(packed, 6), f6, scores)
+            scores = tl.dot(_field(packed, 7), f7, scores)
+        else:
+            f0, f1, f2, f3 = thumbnail_tile.split_subs(folded, SUBS)
+            scores = tl.zeros((PAGE, GROUP), tl.float32)
+            scores = thumbnail_tile.score(packed, high, f0, f1, f2, f3, scores, BITS, HALF)
         # Products are compared as they are: score = product * UNIT + bias. What is no number does not fail.
         failed = scores < ((least - row_bias) * (1.0 / UNIT))[None, :]
         if G < GROUP:

@@ -62,24 +62,24 @@ def load_codes(
     high = packed
     if BITS == 3:
         high = tl.load(packed_rows + BYTES + columns % (BYTES // 2), mask=(columns < BYTES) & present, other=0)
-        high = _high_plane(high, columns, BYTES, HALF)
+        high = high_plane(high, columns, BYTES, HALF)
     return packed, high
 
 
 @triton.jit
-def fold(query, low, step, inverse_factor, BITS: tl.constexpr, HALF: tl.constexpr):
+def fold(query, low, step, inverse_factor, WORDS: tl.constexpr, HALF: tl.constexpr):
     """What the codes are multiplied by, and, channel by channel, what is added to the products, from the query and the
     bit patterns of low and step."""
     bias = query * bfloat16_bits.to_float(low)
     # Not the query times the factor, which would take registers for the whole row.
     folded = query * (bfloat16_bits.to_float(step) * inverse_factor)
-    if BITS == 4 and HALF:
+    if WORDS:
         # A query so large that its product with a step leaves float16's range is kept at its end.
         folded = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [folded], tl.float16, is_pure=True, pack=2
         )
     elif HALF:
-        # Codes go into the product as 128 + code (see `_levels`): 128 times the rounded query is too much.
+        # Codes go into the product as 128 + code (see `levels`): 128 times the rounded query is too much.
         folded, rounded = bfloat16_bits.round_half_up(folded)
         bias -= 128.0 * rounded
     return folded, bias
@@ -109,7 +109,7 @@ def _word_asm(sub: int) -> str:
 
 @triton.constexpr_function
 def _unpack_asm(bits: int, sub: int) -> str:
-    """PTX that turns four packed bytes into the bfloat16 of `128 + factor * code` of sub-range `sub`; see `_levels`.
+    """PTX that turns four packed bytes into the bfloat16 of `128 + factor * code` of sub-range `sub`; see `levels`.
 
     $2 holds the bytes, $3 those of the high plane of three bits, its bits at even positions. A mask leaves each code in
     its byte; byte permutes put 0x43 above it. Each of the four stays in its place: which elements share a register is
@@ -126,7 +126,7 @@ def _unpack_asm(bits: int, sub: int) -> str:
 
 
 @triton.jit
-def _high_plane(high, columns, BYTES: tl.constexpr, HALF: tl.constexpr):
+def high_plane(high, columns, BYTES: tl.constexpr, HALF: tl.constexpr):
     """Moves the high bits of a tile's columns to even positions: bit s of sub-range s to position 2 * s.
 
     Bit s of byte i belongs to channel `i + s * D / 8`: even s to the lower half of sub-range `s // 2`, odd ones to the
@@ -142,7 +142,7 @@ def _high_plane(high, columns, BYTES: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _levels(codes, high, S: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
+def levels(codes, high, S: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
     """Sub-range S of packed codes, times a power of two.
 
     Masking a field where it lies multiplies its code by a power of two, the factor; fields above bit 6 are shifted down
@@ -172,9 +172,9 @@ def _levels(codes, high, S: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr
 @triton.jit
 def score(packed, high, f0, f1, f2, f3, scores, BITS: tl.constexpr, HALF: tl.constexpr):
     """`scores [PAGE, columns]` and the products of a page's codes with the folded query's sub-ranges."""
-    scores = tl.dot(_levels(packed, high, 0, BITS, HALF), f0, scores, input_precision="ieee")
-    scores = tl.dot(_levels(packed, high, 1, BITS, HALF), f1, scores, input_precision="ieee")
+    scores = tl.dot(levels(packed, high, 0, BITS, HALF), f0, scores, input_precision="ieee")
+    scores = tl.dot(levels(packed, high, 1, BITS, HALF), f1, scores, input_precision="ieee")
     if BITS != 4 or HALF:
-        scores = tl.dot(_levels(packed, high, 2, BITS, HALF), f2, scores, input_precision="ieee")
-        scores = tl.dot(_levels(packed, high, 3, BITS, HALF), f3, scores, input_precision="ieee")
+        scores = tl.dot(levels(packed, high, 2, BITS, HALF), f2, scores, input_precision="ieee")
+        scores = tl.dot(levels(packed, high, 3, BITS, HALF), f3, scores, input_precision="ieee")
     return scores

@@ -156,7 +156,7 @@ def _block_mass_thumbnail_kernel(
             if PAIR == 2:
                 summary = tl.load(pages + tl.minimum(page + 1, closed - 1)).to(tl.int64) * kv_heads + h
                 packed1, high1 = thumbnail_tile.load_codes(codes, summary, tokens, columns, True, BITS, HALF, D, PAGE)
-            folded, bias = thumbnail_tile.fold(query, low, step, inverse_factor, BITS, HALF)
+            folded, bias = thumbnail_tile.fold(query, low, step, inverse_factor, WORDS, HALF)
             # The bounds of the next tile, in flight while this one is scored.
             low, step = _load_bounds(low_step, pages, page + PAIR, closed, kv_heads, h, channels, pairs, real, D, PAIR)
             bias = tl.sum(bias, 0)
@@ -172,7 +172,8 @@ def _block_mass_thumbnail_kernel(
             mass = score_tile.block_log_mass(scores, BLOCK)
             _store_tile(out_row, out_group_stride, mass, tile, closed, G, PAIR)
             if block_max is not None:
-                _store_tile(max_row, out_group_stride, score_tile.block_maximum(scores, BLOCK), tile, closed, G, PAIR)
+                maxima = score_tile.block_maximum(scores, BLOCK)
+                _store_tile(max_row, out_group_stride, maxima, tile, closed, G, PAIR)
         if last > closed_tiles:
             score_tile.write_open_page(
                 score_tile.load_query(q, q_batch_stride, q_head_stride, b, h, D, G, ROWS, GROUP),

@@ -15,6 +15,7 @@ from . import _fused_attend as fused_attend
 from . import _fused_plan as plan
 from . import _fused_scan as fused_scan
 from . import _score_tile as score_tile
+from . import _work_split as work_split
 from ._attention_plan import check_attention
 from ._checks import check_choice, check_contiguous, check_dtype, check_shape
 from ._dispatch import INTERPRETED, use_triton
@@ -187,8 +188,8 @@ def _fused_top_delta_kernel(
     REQUESTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    unit, end = plan.program_share(seq_lens, batch, kv_heads, PAGE, REQUESTS)
+    unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, 0, PAGE, 1, REQUESTS)
+    program = h * (tl.num_programs(0) // kv_heads) + tl.program_id(0) // kv_heads
     notes = notes_ptr + program * CHUNK
     kept_bits = kept_bits_ptr + program * CHUNK
     slots = slots_ptr + program * (CHUNK * (PAGE // BLOCK))
@@ -197,12 +198,11 @@ def _fused_top_delta_kernel(
     channels = tl.arange(0, D_PAD)
     real = (channels < D)[:, None] & (heads < G)[None, :]
     while unit < end:
-        request, before = plan.find_request(unit, seq_lens, batch, kv_heads, PAGE, REQUESTS)
+        request, before = work_split.find_request(unit, seq_lens, batch, 0, PAGE, 1, REQUESTS)
         b = request.to(tl.int64)
         length = tl.load(seq_lens + b)
         row_pages = tl.cdiv(length, PAGE)
-        h = (unit - before) // row_pages
-        first = (unit - before) % row_pages
+        first = unit - before
         last = tl.minimum(row_pages, first + end - unit)
         pages = page_table + b * page_table_stride
         row_q = q_ptr + b * q_stride_b + h * G * q_stride_h
@@ -388,7 +388,9 @@ def _fused_top_delta_triton(
     group_size = heads // kv_heads
     half = q.dtype != torch.float32 and not INTERPRETED
     parts = workspace.parts
-    _fused_top_delta_kernel[(workspace.num_programs,)](
+    # Sub-ranges of codes that a product takes at once; see `scan_pages`.
+    subs = (8 if half else 4) if bits == 2 else 2 if bits == 4 and not half else 4
+    _fused_top_delta_kernel[(workspace.num_programs // kv_heads * kv_heads,)](
         q,
         k_pool,
         v_pool,
@@ -437,7 +439,7 @@ def _fused_top_delta_triton(
         GROUP=score_tile.padded_group(group_size),
         D=head_dim,
         D_PAD=triton.next_power_of_2(head_dim),
-        SUB_ROWS=triton.next_power_of_2(head_dim // (2 if bits == 4 and not half else 4)),
+        SUB_ROWS=max(16, triton.next_power_of_2(head_dim // subs)),
         PAGE=page_size,
         BLOCK=block_size,
         CHUNK=plan.CHUNK,
@@ -568,7 +570,7 @@ def fused_top_delta(
         return
     if workspace is None:
         raise ValueError("workspace is needed by the Triton kernels")
-    workspace.check(heads // kv_heads, head_dim, page_size, block_size, cells)
+    workspace.check(kv_heads, heads // kv_heads, head_dim, page_size, block_size, cells)
     config = config or plan.fused_config(heads // kv_heads, head_dim, page_size, block_size, q.dtype)
     if batch:
         _fused_top_delta_triton(*inputs, **arguments, config=config)

@@ -11,7 +11,8 @@ from ._selection import forced_blocks
 from .pseudo_maximum import forced_range
 from .selection_tap import TapPoint
 
-CHUNK = 2048
+MAX_CHUNK = 8192
+"""Blocks that a program looks at in one step, at most."""
 
 
 def top_delta_rule_reference(
@@ -238,6 +239,7 @@ def top_delta_rule(
     if batch == 0:
         return
     head_dim = 1 if tap is None else tap.q.shape[2]
+    chunk = min(MAX_CHUNK, max(128, triton.next_power_of_2(capacity)))
     _top_delta_kernel[(batch * kv_heads,)](
         block_max,
         pseudo_max,
@@ -263,10 +265,10 @@ def top_delta_rule(
         G=group_size,
         PAGE=page_size,
         BLOCK=block_size,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
         D=head_dim,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),
-        num_warps=8,
+        num_warps=max(1, min(16, chunk // 256)),
     )
 
 

@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 import torch
@@ -65,8 +66,9 @@ def select(maxima, pseudo, seq_lens, delta, impl, min_context=0, **kwargs):
 
 
 @over_impls
-@pytest.mark.parametrize("delta", [0.5, 4.0, 100.0])
-def test_keeps_what_is_near_the_maximum(impl, delta):
+@pytest.mark.parametrize(("delta", "chunk"), [(0.5, 8192), (4.0, 1024), (100.0, 2048)])
+def test_keeps_what_is_near_the_maximum(impl, delta, chunk, monkeypatch):
+    monkeypatch.setattr(sys.modules["sparse_kernels.top_delta_rule"], "MAX_CHUNK", chunk)
     maxima, pseudo, seq_lens = inputs()
     kept_total = torch.full((2,), 7, dtype=torch.int64, device=DEVICE)
     mask = poisoned(*maxima.shape[:2], maxima.shape[3], dtype=torch.uint8)
