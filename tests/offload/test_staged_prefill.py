@@ -170,7 +170,9 @@ def test_a_prefix_is_copied_once() -> None:
                 made.append(result.nbytes)
             return result
 
-    batch = PrefillBatch(torch.tensor([own], dtype=torch.int32, device=DEVICE), [320], [1], torch.ones(1, device=DEVICE))
+    batch = PrefillBatch(
+        torch.tensor([own], dtype=torch.int32, device=DEVICE), [320], [1], torch.ones(1, device=DEVICE)
+    )
     pools.prefill.begin(batch)
     q = pools.normal(1, GEOMETRY.query_heads, GEOMETRY.head_dim)
     k, v = (pools.normal(1, GEOMETRY.kv_heads, GEOMETRY.head_dim) for _ in range(2))
