@@ -36,6 +36,7 @@ class SparseDecodeBackend(AttentionBackend):
         layers = support.attention_layers(model_runner.model)
         pool = model_runner.token_to_kv_pool
         support.check_pool(pool)
+        support.check_kv_dtype(pool.dtype, model_runner.model_config.dtype)
         options.check_page_size(pool.page_size)
         options.check_layers(len(layers), layers[0].tp_k_head_num)
         geometry = Geometry(

@@ -38,7 +38,8 @@ COLLECT_INFO = f"{_RESULT_PROCESSOR}._maybe_collect_customized_info"
 # With offload alone; a patched SGLang does not call these.
 BUILD_KV_POOL = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool"
 ADD_ONE_REQUEST = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
-OFFLOAD_HOOKS = (BUILD_KV_POOL, ADD_ONE_REQUEST)
+ADD_CHUNKED_REQUEST = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
+OFFLOAD_HOOKS = (BUILD_KV_POOL, ADD_ONE_REQUEST, ADD_CHUNKED_REQUEST)
 
 MAIN_TARGETS = (ADD_CLI_ARGS, FROM_CLI_ARGS)
 TOKENIZER_TARGETS = (INIT_COMMUNICATORS, CREATE_TOKENIZED, GENERATE_REQUEST)

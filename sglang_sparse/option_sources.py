@@ -23,6 +23,9 @@ from sglang_sparse.options import (
 
 _DEST = "sparse_decode"
 
+_OF_ONE_RULE = (("top_k", "top-k"), ("delta", "top-delta"), ("path", "top-delta"))
+"""Options that a file gives for its rule, and that mean nothing once a flag asks for another rule."""
+
 
 def read_config(path: str) -> dict[str, Any]:
     """The content of a `--sparse-decode-config` file, a JSON object; raises OptionsError if it cannot be read."""
@@ -174,4 +177,7 @@ def merge(given: Mapping[str, Any]) -> SparseDecodeOptions:
     source = f"{flag('config')} {config}"
     below = one_gamma(known_values(read_config(config), source), source)
     drop_overridden(below, values)
+    for name, rule in _OF_ONE_RULE:
+        if values.get("rule", rule) != rule:
+            below.pop(name, None)
     return SparseDecodeOptions(**{**below, **values})

@@ -7,8 +7,8 @@ from typing import Any
 
 FLAG = "--sparse-decode"
 
-_LARGEST = 2**31 - 1
-"""Token counts beyond this overflow the kernels' int32."""
+LARGEST = 2**31 - 1
+"""Token counts beyond this overflow the kernels' int32; no option is larger."""
 
 
 class OptionsError(ValueError):
@@ -33,13 +33,13 @@ def check_choice(name: str, value: Any, allowed: tuple) -> None:
 
 def check_int(name: str, value: Any, minimum: int) -> None:
     """Raises OptionsError unless an option is a whole number of at least `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= _LARGEST:
-        raise OptionsError(f"{flag(name)} is {value!r}: give a whole number from {minimum} to {_LARGEST}")
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= LARGEST:
+        raise OptionsError(f"{flag(name)} is {value!r}: give a whole number from {minimum} to {LARGEST}")
 
 
 def check_number(name: str, value: Any) -> None:
     """Raises OptionsError unless an option is a finite number."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not -LARGEST <= value <= LARGEST:
         raise OptionsError(f"{flag(name)} is {value!r}: give a number")
 
 
@@ -89,15 +89,16 @@ GIB = 1 << 30
 
 
 def parse_memory(text: str, flag_name: str, whole: int, of: str) -> int:
-    """Bytes of a flag's value: `96` or `96GiB` are GiB, a number below 1 is a share of `whole` bytes.
+    """Bytes of a flag's value: `96`, `96GiB` or `0.5GiB` are GiB, a bare number below 1 is a share of `whole` bytes.
 
     Raises OptionsError if it is neither; `of` names the whole.
     """
-    number = text.strip().lower().removesuffix("gib").removesuffix("g").strip()
+    given = text.strip().lower()
+    number = given.removesuffix("gib").removesuffix("g").strip()
     try:
         value = float(number)
     except ValueError:
         value = -1.0
     if not 0 <= value < 2**30:
         raise OptionsError(f"{flag_name} is {text!r}: give GiB, such as 96, or a share of {of} below 1, such as 0.8")
-    return int(value * whole) if value < 1 else int(value * GIB)
+    return int(value * whole) if value < 1 and number == given else int(value * GIB)

@@ -16,6 +16,7 @@ from typing import Any
 from sglang_sparse import gammas
 from sglang_sparse.option_values import (
     FLAG,
+    LARGEST,
     check_choice,
     check_int,
     check_number,
@@ -177,9 +178,15 @@ class SparseDecodeOptions:
             else:
                 object.__setattr__(self, name, str(value))
                 parse_memory(str(value), flag(name), 1, "what there is")
-        object.__setattr__(self, "slot_shares", tuple(self.slot_shares))
-        if any(isinstance(share, bool) or not isinstance(share, (int, float)) for share in self.slot_shares):
-            raise OptionsError(f"config key 'slot_shares' is {list(self.slot_shares)}: give a number for each layer")
+        shares = self.slot_shares
+        if not isinstance(shares, (list, tuple)) or any(
+            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= LARGEST
+            for share in shares
+        ):
+            raise OptionsError(f"config key 'slot_shares' is {shares!r}: give a number of 0 or more for each layer")
+        if shares and not any(shares):
+            raise OptionsError("config key 'slot_shares' has no share above 0: give one to layers that need slots")
+        object.__setattr__(self, "slot_shares", tuple(shares))
         if self.slot_shares and not self.offload:
             raise OptionsError(f"config key 'slot_shares' has no effect without {flag('offload')}: remove it")
         if not self.offload:
@@ -189,6 +196,7 @@ class SparseDecodeOptions:
             object.__setattr__(self, "audit_rate", 0.0)
         for wrong, name, instead in (
             (self.rule == "all", f"{flag('rule')} all", "coverage or top-k"),
+            (self.rule == "coverage" and self.lowest_gamma == 1, f"{self.gamma_name} 1", "a share below 1"),
             (self.rule == "top-delta", f"{flag('rule')} top-delta", "coverage or top-k"),
             (bool(self.dense_layers), flag("dense_layers"), "a gamma near 1 for these layers"),
             (self.estimator == "exact", f"{flag('estimator')} exact", "thumbnail"),

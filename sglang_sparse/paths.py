@@ -10,8 +10,8 @@ from __future__ import annotations
 from sglang_sparse.options import SparseDecodeOptions
 
 FUSED_UP_TO = 0
-"""Largest batch for which `auto` takes the fused pass. None: on an H200 the lists were faster at every batch size, length
-and kept share that `python -m benchmarks kernel fused_top_delta` was run with (docs/performance.md)."""
+"""Largest batch for which `auto` takes the fused pass. None: on an H200 the lists were faster at every batch size,
+length and kept share that `python -m benchmarks kernel fused_top_delta` was run with (docs/performance.md)."""
 
 
 def can_fuse(options: SparseDecodeOptions) -> bool:

@@ -170,6 +170,25 @@ def cannot_add_now() -> Any:
     return AddReqResult.OTHER
 
 
+def end_chunk_with_page(adder: Any, req: Any) -> bool:
+    """Makes the chunk that `PrefillAdder.add_chunked_req` cut off `req` end with a page; whether more is left of it.
+
+    SGLang cuts a chunk to the tokens that the pool has left beside what running requests reserve, which need not be
+    whole pages. A page that is begun is taken whole, so that a chunk below one may fill it.
+    """
+    page, chunk = adder.page_size, req.extend_range
+    end = chunk.end // page * page
+    if end <= chunk.start:
+        end = min(chunk.start // page * page + page, len(req.full_untruncated_fill_ids))
+    req.set_extend_range(chunk.start, end)
+    return end < len(req.full_untruncated_fill_ids)
+
+
+def context_tokens(owner: Any) -> int:
+    """Tokens of the longest request, from a `KVCacheConfigurator`."""
+    return int(owner.model_config.context_len)
+
+
 def logs_decode_now(reporter: Any) -> bool:
     """Whether SGLang's `report_decode_stats` logs a line in this call."""
     due = reporter.forward_ct_decode % reporter.decode_log_interval == 0

@@ -216,14 +216,23 @@ def attention_layers(model: torch.nn.Module) -> list[Any]:
 
 
 def check_pool(pool: Any) -> None:
-    """Raises UnsupportedError unless `pool` is SGLang's plain multi-head KV pool in a float type."""
+    """Raises UnsupportedError unless `pool` is SGLang's plain multi-head KV pool."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
         raise UnsupportedError(
             f"--sparse-decode does not support the KV pool {type(pool).__name__}: serve without --sparse-decode"
         )
-    if pool.dtype not in (torch.float16, torch.bfloat16, torch.float32) or pool.store_dtype != pool.dtype:
+
+
+def check_kv_dtype(kv_dtype: torch.dtype, model_dtype: torch.dtype) -> None:
+    """Raises UnsupportedError unless keys and values are kept in the model's float type, that of its queries."""
+    if kv_dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(
-            f"--sparse-decode does not support a KV cache of {pool.dtype}: use --kv-cache-dtype bfloat16"
+            f"--sparse-decode does not support a KV cache of {kv_dtype}: use --kv-cache-dtype bfloat16"
+        )
+    if kv_dtype != model_dtype:
+        raise UnsupportedError(
+            f"--sparse-decode does not support a KV cache of {kv_dtype} with a model of {model_dtype}: use "
+            "--kv-cache-dtype auto, or another --dtype"
         )

@@ -345,6 +345,23 @@ def test_gammas_given_above_win_over_gamma_by_head_in_the_file(tmp_path: Path) -
         assert merge({**config, "gamma_by_head": BY_HEAD}).head_gammas(1, 3) == (0.7, 0.95, 0.6)
 
 
+@pytest.mark.parametrize(
+    ("in_file", "above"),
+    [
+        ({"rule": "top-k", "top_k": 64}, {"rule": "coverage"}),
+        ({"rule": "top-delta", "delta": 5, "path": "fused"}, {"rule": "coverage"}),
+        ({"rule": "top-delta", "delta": 5}, {"rule": "top-k", "top_k": 0.1}),
+    ],
+)
+def test_another_rule_leaves_behind_what_the_file_gives_for_its_own(tmp_path: Path, in_file: dict, above: dict) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**in_file, "sink_tokens": 48}))
+    assert merge({"config": str(file), **above}) == SparseDecodeOptions(**above, sink_tokens=48)
+    # What is given beside the rule is still told.
+    with pytest.raises(OptionsError, match="--sparse-decode-delta has no effect with"):
+        merge({"config": str(file), **above, "delta": 4})
+
+
 def test_a_config_for_another_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model": SHAPE, "page_size": 32}))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_sparse.option_values import OptionsError, flag
+from sglang_sparse.option_values import LARGEST, OptionsError, flag
 from sglang_sparse.options import SparseDecodeOptions
 
 Change = bool | float | None
@@ -39,7 +38,8 @@ def check_gamma(field: str, value: Any, options: SparseDecodeOptions) -> float:
 
 def check_delta(field: str, value: Any, options: SparseDecodeOptions) -> float:
     """Nats above 0; raises OptionsError if they are none, or if the server's rule has no use for them."""
-    if not _is_number(value) or not 0 < value < math.inf:
+    # Beyond float32 it could not be written to the device.
+    if not _is_number(value) or not 0 < value <= LARGEST:
         raise OptionsError(f"{field} is {_shown(value)}: give a number of nats above 0")
     if options.rule != "top-delta":
         raise OptionsError(

@@ -86,6 +86,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, OffloadKVPool):
             raise RuntimeError(f"the KV pool is {type(pool).__name__}: another plugin replaces that of offload")
+        support.check_kv_dtype(pool.dtype, model_runner.model_config.dtype)
         options.check_page_size(pool.page_size)
         options.check_layers(len(layers), layers[0].tp_k_head_num)
         geometry = Geometry(

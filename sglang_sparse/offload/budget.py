@@ -25,6 +25,10 @@ from sglang_sparse.selection import make_estimator
 from sglang_sparse.tail import make_tail
 
 DEFAULT_HOST_SHARE = "0.8"
+FREE_SHARE = 0.9
+"""Of what is free, unless the user says how much: pinned memory cannot be swapped out, and the server still needs some
+beside it. Without any left the kernel ends the process."""
+
 EXTRA_ROWS = 2
 """SGLang's padding row, and one that its request table may have beyond the requests."""
 
@@ -34,7 +38,8 @@ class OffloadPoolConfigurator:
 
     Args:
         inner: the configurator SGLang chose.
-        max_pages: pages of the longest request.
+        context: tokens of the longest request.
+        max_pages: pages that tables have room for.
         max_requests: requests that may run at once.
         on_error: called if what was asked for cannot be had; SGLang would print a traceback.
     """
@@ -46,6 +51,7 @@ class OffloadPoolConfigurator:
         *,
         geometry: Geometry,
         layers: int,
+        context: int,
         max_pages: int,
         max_requests: int,
         on_error: Callable[[BaseException], NoReturn],
@@ -59,7 +65,7 @@ class OffloadPoolConfigurator:
         self._step_bytes = memory.step_buffer_bytes(
             options, geometry, layers=layers, max_pages=max_pages, max_requests=max_requests
         )
-        self._context = max_pages * geometry.page_size
+        self._context = context
         self.sizes: OffloadSizes | None = None
         self._given: dict[str, Any] = {}
 
@@ -74,7 +80,7 @@ class OffloadPoolConfigurator:
         options, limit = self._options, host_limit()
         host = parse_memory(options.host_memory or DEFAULT_HOST_SHARE, HOST_FLAG, limit.limit, limit.name)
         if options.host_memory is None:
-            host = min(host, limit.available)
+            host = min(host, int(FREE_SHARE * limit.available))
         check_host_bytes(host, limit)
         gpu = max(0, available_bytes - self._step_bytes)
         hot = None if options.hot_cache is None else parse_memory(options.hot_cache, HOT_FLAG, gpu, "the KV budget")

@@ -33,13 +33,27 @@ class OffloadHooks:
             refused = self._refuse(adder, req)
             return original(adder, req, *args, **kwargs) if refused is None else refused
 
-        return {hook_targets.BUILD_KV_POOL: build_kv_pool, hook_targets.ADD_ONE_REQUEST: add_one_request}
+        def add_chunked_request(original: Callable, adder: Any, req: Any) -> Any:
+            # SGLang returns the request if more of it is left for later batches.
+            if original(adder, req) is None:
+                return None
+            return req if compat.end_chunk_with_page(adder, req) else None
+
+        return {
+            hook_targets.BUILD_KV_POOL: build_kv_pool,
+            hook_targets.ADD_ONE_REQUEST: add_one_request,
+            hook_targets.ADD_CHUNKED_REQUEST: add_chunked_request,
+        }
 
     def configurator(self, inner: Any, owner: Any) -> OffloadPoolConfigurator:
         """SGLang asks for a configurator several times: it gets the one that knows the sizes."""
         if self._pools is None:
             self._pools = OffloadPoolConfigurator(
-                inner, self._options, on_error=self._stop, **compat.cache_shape(owner)
+                inner,
+                self._options,
+                context=compat.context_tokens(owner),
+                on_error=self._stop,
+                **compat.cache_shape(owner),
             )
         return self._pools
 

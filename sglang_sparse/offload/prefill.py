@@ -78,7 +78,8 @@ class StagedPrefill:
         self._staging = torch.empty(shape, dtype=g.dtype, device=device)
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._batch: PrefillBatch | None = None
-        self._held: list[torch.Tensor] = []
+        self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Keys and values of layers that may not be stored yet."""
 
     def begin(self, batch: PrefillBatch) -> None:
         """Announces a batch, and starts to load the prefixes of the first layers.
@@ -127,12 +128,14 @@ class StagedPrefill:
 
         Args:
             q: `[T, Hq, D]`.
-            k, v: `[T, Hkv, D]`. They are held until `end`.
+            k, v: `[T, Hkv, D]`. They are held for a layer more, or until `end`: they are views of all that a layer's
+                projection made, which would be several GiB for all layers of a large chunk.
             out: `[T, Hq, D]`, written.
         """
         assert self._batch is not None
         batch, g, place = self._batch, self._geometry, layer % LAYERS_STAGED
-        self._held += [k, v]
+        self._release(layer - LAYERS_STAGED)
+        self._held[layer] = k, v
         self.streams.wait(f"loaded {layer}")
         self.streams.record(f"made {layer}")
         with self.streams.on(STORE):
@@ -143,12 +146,16 @@ class StagedPrefill:
         first_page = first = 0
         for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True):
             pages, own = prefix // g.page_size, slice(first, first + extend)
-            staged = self._staging[place, first_page : first_page + pages].permute(3, 1, 0, 2, 4, 5)
-            before_k, before_v = staged.reshape(2, g.kv_heads, prefix, g.head_dim)
+            # The one copy of a prefix that `sizing` has room for.
+            both = torch.empty((2, g.kv_heads, prefix + extend, g.head_dim), dtype=g.dtype, device=q.device)
+            if pages:
+                staged = self._staging[place, first_page : first_page + pages].permute(3, 1, 0, 2, 4, 5)
+                both[:, :, :prefix].unflatten(2, staged.shape[2:5]).copy_(staged)
+            both[0, :, prefix:], both[1, :, prefix:] = k[own].transpose(0, 1), v[own].transpose(0, 1)
             attended = torch.nn.functional.scaled_dot_product_attention(
                 q[own].transpose(0, 1)[None],
-                torch.cat((before_k, k[own].transpose(0, 1)), 1)[None],
-                torch.cat((before_v, v[own].transpose(0, 1)), 1)[None],
+                both[0][None],
+                both[1][None],
                 attn_mask=causal_lower_right(extend, prefix + extend) if prefix else None,
                 is_causal=not prefix,
                 scale=scale,
@@ -164,7 +171,12 @@ class StagedPrefill:
 
     def end(self) -> None:
         """After the last layer: what follows on the forward stream sees all that was stored."""
-        for layer in range(self.layers):
-            self.streams.wait(f"stored {layer}")
-        self._held.clear()
+        for layer in list(self._held):
+            self._release(layer)
         self._batch = None
+
+    def _release(self, layer: int) -> None:
+        """Gives a layer's new keys and values back: what follows on the forward stream comes after they are stored."""
+        if layer in self._held:
+            self.streams.wait(f"stored {layer}")
+            del self._held[layer]

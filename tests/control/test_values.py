@@ -54,6 +54,13 @@ def test_delta_goes_with_its_rule() -> None:
     assert check_changes({"delta": 3}, SparseDecodeOptions(rule="top-delta")) == {"delta": 3.0}
 
 
+@pytest.mark.parametrize("delta", [1e300, 10**400, 2**31], ids=["float64", "integer", "over the largest"])
+def test_a_delta_that_the_device_cannot_hold_is_refused(delta: float) -> None:
+    """It would end the scheduler when it takes effect."""
+    with pytest.raises(OptionsError, match=r"delta is 1?[0-9].*: give a number of nats above 0"):
+        check_changes({"delta": delta}, SparseDecodeOptions(rule="top-delta"))
+
+
 @pytest.mark.parametrize(("body", "message"), BAD, ids=[message for _, message in BAD])
 def test_others_are_refused_by_name(body: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionsError, match=message) as caught:

@@ -43,6 +43,7 @@ def make(monkeypatch: pytest.MonkeyPatch, **options: Any) -> OffloadPoolConfigur
         SparseDecodeOptions(offload=True, **options),
         geometry=GEOMETRY,
         layers=32,
+        context=512 * 64 - 1000,
         max_pages=512,
         max_requests=16,
         on_error=stop,
@@ -55,7 +56,7 @@ def test_the_hosts_tokens_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert config.max_total_num_tokens == 4 * 131072 - 64
     assert pools.sizes is not None
     assert pools.sizes.hot_bytes == pytest.approx(20 * GIB, rel=0.03)
-    assert pools.sizes.staging_tokens == 512 * 64
+    assert pools.sizes.staging_tokens == 512 * 64 - 1000
     assert pools.other == "its own"
     # `--max-total-tokens`, and what SGLang's constraints leave.
     assert pools.calculate_pool_sizes_from_max_tokens(64_000, 64).max_total_num_tokens == 64_000
@@ -63,12 +64,19 @@ def test_the_hosts_tokens_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pools.sizes_for(6400).host_pages == 101
 
 
-def test_the_default_takes_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.8 of the limit would be more than what is left of it."""
+def test_the_default_takes_most_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.8 of the limit would be more than what is left of it; without any the server would be ended."""
     pools = make(monkeypatch)
     pools.calculate_pool_sizes(60 * GIB, 64)
     assert pools.sizes is not None
-    assert 69.9 * GIB < pools.sizes.host_bytes <= 70 * GIB
+    assert 62.9 * GIB < pools.sizes.host_bytes <= 63 * GIB
+
+
+def test_staging_of_the_context_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables have room for some pages more, which no prefix fills."""
+    pools = make(monkeypatch, staging=512 * 64 - 1000)
+    pools.calculate_pool_sizes(60 * GIB, 64)
+    assert pools.sizes is not None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_the_default_takes_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None
             {"host_memory": "0.8"},
             r"--sparse-decode-host-memory asks for 80.0 GiB, but the cgroup's memory limit of 100.0",
         ),
-        ({"staging": 100}, "--sparse-decode-staging is 100, but a prefix may have up to 32768 tokens"),
+        ({"staging": 100}, "--sparse-decode-staging is 100, but a prefix may have up to 31768 tokens"),
         ({"host_memory": "1", "hot_cache": "50"}, "--sparse-decode-hot-cache asks for 50.00 GiB"),
     ],
 )

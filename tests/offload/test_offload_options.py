@@ -48,6 +48,12 @@ def test_the_audit_is_off_unless_asked_for() -> None:
         ({"staging": 0}, "--sparse-decode-staging is 0: give a whole number from 1"),
         ({"hot_cache": "-3"}, "--sparse-decode-hot-cache is '-3': give GiB, such as 96, or a share"),
         ({"slot_shares": ["a"]}, "config key 'slot_shares' is"),
+        ({"slot_shares": 5}, "config key 'slot_shares' is 5: give a number of 0 or more for each layer"),
+        ({"slot_shares": [1, -1]}, r"config key 'slot_shares' is \[1, -1\]: give a number of 0"),
+        ({"slot_shares": [float("inf"), 1]}, r"config key 'slot_shares' is \[inf, 1\]: give a number of 0"),
+        ({"slot_shares": [0, 0]}, "config key 'slot_shares' has no share above 0"),
+        ({"gamma": 1.0}, "--sparse-decode-gamma 1 reads keys of the GPU's pool: use a share below 1"),
+        ({"gamma_by_layer": (1, 1)}, "--sparse-decode-gamma-by-layer 1 reads keys"),
         ({"offload": False, "slot_shares": [1]}, "config key 'slot_shares' has no effect without"),
     ],
 )

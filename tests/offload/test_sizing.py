@@ -103,6 +103,7 @@ def test_blocks_have_to_be_copied_in_pieces_of_16_bytes() -> None:
 def test_memory_is_gib_or_a_share() -> None:
     assert parse_memory("96", "--f", 10, "it") == 96 * GIB
     assert parse_memory("1.5GiB", "--f", 10, "it") == 3 * GIB // 2
+    assert parse_memory("0.5GiB", "--f", 10, "it") == GIB // 2
     assert parse_memory("0.5", "--f", 10, "it") == 5
     assert parse_memory("0", "--f", 10, "it") == 0
     for wrong in ("-1", "many", "nan", "inf", ""):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_sparse.geometry import Geometry
+from sglang_sparse.offload import prefill
 from sglang_sparse.offload.decode import OffloadedDecode
 from sglang_sparse.offload.ordering import OrderError, OrderLog
 from sglang_sparse.offload.prefill import PrefillBatch, StagedPrefill
@@ -131,6 +135,60 @@ def test_order_of_streams_over_several_batches_and_steps() -> None:
             pools.decode.decode(layer, q, k, v, scale=SCALE, out=torch.empty_like(q))
     assert {"load", "store", "prefill", "attention"} <= {each.name for each in log.operations}
     assert {"forward", "load", "store"} == {each.stream for each in log.operations}
+
+
+def test_a_layers_keys_are_given_back_once_they_are_stored() -> None:
+    """Held for all layers, those of a large chunk are GiB that no budget knows of."""
+    pools, held = Pools(streams()), []
+    attend = pools.prefill.attend
+
+    def counting(*args: Any, **kwargs: Any) -> None:
+        attend(*args, **kwargs)
+        held.append(len(pools.prefill._held))
+
+    pools.prefill.attend = counting  # type: ignore[method-assign]
+    pools.run([[3, 17]], [0], [64])
+    assert held == [1, 2, 2, 2, 2]
+    assert not pools.prefill._held
+
+
+def test_a_prefix_is_copied_once() -> None:
+    """Besides the staging there is room for one copy (`plan_sizes`)."""
+    pools, own = Pools(Streams(), staging_tokens=320), list(range(1, 12))
+    pools.run([own], [0], [320])
+    bytes_of_prefix = 320 * GEOMETRY.kv_heads * GEOMETRY.kv_bytes
+    made: list[int] = []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and func in (
+                torch.ops.aten.empty.memory_format,
+                torch.ops.aten.clone.default,
+                torch.ops.aten.cat.default,
+            ):
+                made.append(result.nbytes)
+            return result
+
+    batch = PrefillBatch(
+        torch.tensor([own], dtype=torch.int32, device=DEVICE), [320], [1], torch.ones(1, device=DEVICE)
+    )
+    pools.prefill.begin(batch)
+    q = pools.normal(1, GEOMETRY.query_heads, GEOMETRY.head_dim)
+    k, v = (pools.normal(1, GEOMETRY.kv_heads, GEOMETRY.head_dim) for _ in range(2))
+    before_attention: list[int] = []
+
+    def attention(q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        before_attention.extend(made)
+        return q
+
+    with pytest.MonkeyPatch.context() as patch, Allocations():
+        # Its mask is a tensor that cannot be made under a dispatch mode.
+        patch.setattr(prefill, "causal_lower_right", lambda *_: None)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+        pools.prefill.attend(0, q, k, v, scale=SCALE, out=torch.empty_like(q))
+    large = sum(each for each in before_attention if each >= bytes_of_prefix // 2)
+    assert bytes_of_prefix <= large <= bytes_of_prefix * 1.01
 
 
 class Forgetful(OrderLog):
