@@ -23,6 +23,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def checked_geometry(model_runner: ModelRunner, options: SparseDecodeOptions, layers: list[Any]) -> Geometry:
+    """What the steps of a model with these attention layers work on.
+
+    Raises OptionsError or UnsupportedError if the options or the KV pool do not fit the model.
+    """
+    pool = model_runner.token_to_kv_pool
+    support.check_kv_dtype(pool.dtype, model_runner.model_config.dtype)
+    options.check_page_size(pool.page_size)
+    options.check_layers(len(layers), layers[0].tp_k_head_num)
+    return Geometry(
+        kv_heads=layers[0].tp_k_head_num,
+        group_size=layers[0].tp_q_head_num // layers[0].tp_k_head_num,
+        head_dim=layers[0].qk_head_dim,
+        dtype=pool.dtype,
+        page_size=pool.page_size,
+        block_size=options.block_size,
+    )
+
+
 class SparseDecodeBackend(AttentionBackend):
     """Serves decode batches; SGLang's hybrid backend sends everything else to its prefill backend.
 
@@ -36,17 +55,7 @@ class SparseDecodeBackend(AttentionBackend):
         layers = support.attention_layers(model_runner.model)
         pool = model_runner.token_to_kv_pool
         support.check_pool(pool)
-        support.check_kv_dtype(pool.dtype, model_runner.model_config.dtype)
-        options.check_page_size(pool.page_size)
-        options.check_layers(len(layers), layers[0].tp_k_head_num)
-        geometry = Geometry(
-            kv_heads=layers[0].tp_k_head_num,
-            group_size=layers[0].tp_q_head_num // layers[0].tp_k_head_num,
-            head_dim=layers[0].qk_head_dim,
-            dtype=pool.dtype,
-            page_size=pool.page_size,
-            block_size=options.block_size,
-        )
+        geometry = checked_geometry(model_runner, options, layers)
         self.kv_pool = pool
         self._layers = len(layers)
         self._req_to_token = model_runner.req_to_token_pool.req_to_token

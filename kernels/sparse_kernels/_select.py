@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from . import _threshold_search as threshold_search
+from . import selection_tap
 from ._select_chunked import select_chunked
 from ._select_single import select_single
 from .selection_tap import TapPoint
@@ -20,30 +21,6 @@ def _first_guess(target, blocks, BY_COUNT: tl.constexpr):
     """The first threshold to test: with every share from `(1 - gamma) / blocks` on, gamma is reached."""
     rest = 1.0 / 32 if BY_COUNT else 1.0 - target
     return (rest / blocks.to(tl.float32)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _copy_row(
-    lists,
-    count,
-    queries,
-    head_stride,
-    tap_lists,
-    tap_queries,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    Q_CHUNK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Copies a row's list and queries to the tap; all pointers are the row's."""
-    # Another thread may have written the entry that this one reads.
-    tl.debug_barrier()
-    for start in range(0, count, CHUNK):
-        places = start + tl.arange(0, CHUNK)
-        tl.store(tap_lists + places, tl.load(lists + places, mask=places < count), mask=places < count)
-    index = tl.arange(0, Q_CHUNK)
-    values = tl.load(queries + index // D * head_stride + index % D, mask=index < G * D)
-    tl.store(tap_queries + index, values, mask=index < G * D)
 
 
 @triton.jit(do_not_specialize=["sink_blocks", "window_tokens", "min_context", "layer", "first_row"])
@@ -180,18 +157,9 @@ def _select_kernel(
             tl.store(tap_seq_len, length)
             tl.store(tap_counts + h, count)
             queries = q + row * q_batch_stride + h * G * q_head_stride
-            _copy_row(
+            selection_tap.copy_row(
                 lists, count, queries, q_head_stride, tap_lists + h * capacity, tap_q + h * G * D, G, D, Q_CHUNK, CHUNK
             )
-
-
-def _tap_arguments(tap: TapPoint | None) -> tuple:
-    """The kernel's arguments from `q` to `q_head_stride`."""
-    if tap is None:
-        return (*[None] * 6, -1, 0, 0, 0)
-    t = tap.tap
-    tensors = (tap.q, t.target, t.q, t.block_lists, t.block_counts, t.seq_len)
-    return (*tensors, tap.layer, tap.first_row, tap.q.stride(0), tap.q.stride(1))
 
 
 def launch_select(
@@ -230,7 +198,7 @@ def launch_select(
         scratch.view(torch.int32),
         kept_total,
         kept_mask,
-        *_tap_arguments(tap),
+        *selection_tap.tap_arguments(tap),
         capacity,
         log_mass.stride(0),
         log_mass.stride(1),

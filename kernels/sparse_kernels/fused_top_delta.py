@@ -21,11 +21,10 @@ from ._checks import check_choice, check_contiguous, check_dtype, check_shape
 from ._dispatch import INTERPRETED, use_triton
 from ._fused_combine import combine_parts
 from ._fused_plan import FusedConfig, FusedWorkspace
-from ._select import _tap_arguments
 from .attention_tail import AttentionTail
 from .block_mass_thumbnail import block_mass_thumbnail_reference
 from .pseudo_maximum import forced_range, forced_tile, pseudo_maximum_reference, row_maximum
-from .selection_tap import TapPoint
+from .selection_tap import TapPoint, tap_arguments
 from .sparse_attention import sparse_attention_reference
 from .thumbnail import BITS, check_thumbnails
 from .top_delta_rule import check_delta, check_forcing, least_score, top_delta_rule_reference
@@ -412,7 +411,7 @@ def _fused_top_delta_triton(
         workspace.kept_bits,
         workspace.slots,
         workspace.dropped,
-        *_tap_arguments(tap),
+        *tap_arguments(tap),
         page_table.shape[1] * (page_size // block_size),
         scale * score_tile.LOG2_E.value,
         q.stride(0),

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
 from ._checks import KV_DTYPES, check_contiguous, check_dtype, check_inner_contiguous, check_shape
 
@@ -110,3 +112,36 @@ class TapPoint:
         self.tap.seq_len.copy_(seq_lens[b : b + 1])
         for h, count in enumerate(block_counts[b].tolist()):
             self.tap.block_lists[h, :count] = block_lists[b, h, :count]
+
+
+def tap_arguments(tap: TapPoint | None) -> tuple:
+    """A rule kernel's arguments from `q` to `q_head_stride`."""
+    if tap is None:
+        return (*[None] * 6, -1, 0, 0, 0)
+    t = tap.tap
+    tensors = (tap.q, t.target, t.q, t.block_lists, t.block_counts, t.seq_len)
+    return (*tensors, tap.layer, tap.first_row, tap.q.stride(0), tap.q.stride(1))
+
+
+@triton.jit
+def copy_row(
+    lists,
+    count,
+    queries,
+    head_stride,
+    tap_lists,
+    tap_queries,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    Q_CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Copies a row's list and queries to the tap; all pointers are the row's."""
+    # Another thread may have written the entry that this one reads.
+    tl.debug_barrier()
+    for start in range(0, count, CHUNK):
+        places = start + tl.arange(0, CHUNK)
+        tl.store(tap_lists + places, tl.load(lists + places, mask=places < count), mask=places < count)
+    index = tl.arange(0, Q_CHUNK)
+    values = tl.load(queries + index // D * head_stride + index % D, mask=index < G * D)
+    tl.store(tap_queries + index, values, mask=index < G * D)

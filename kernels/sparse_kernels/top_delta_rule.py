@@ -6,10 +6,9 @@ import triton.language as tl
 
 from ._checks import check_dtype, check_inner_contiguous, check_rows, check_shape, check_sizes
 from ._dispatch import use_triton
-from ._select import _copy_row, _tap_arguments
 from ._selection import forced_blocks
 from .pseudo_maximum import forced_range
-from .selection_tap import TapPoint
+from .selection_tap import TapPoint, copy_row, tap_arguments
 
 MAX_CHUNK = 8192
 """Blocks that a program looks at in one step, at most."""
@@ -147,7 +146,7 @@ def _top_delta_kernel(
             tl.store(tap_seq_len, length)
             tl.store(tap_counts + h, count)
             queries = q + row * q_batch_stride + h * G * q_head_stride
-            _copy_row(
+            copy_row(
                 lists, count, queries, q_head_stride, tap_lists + h * capacity, tap_q + h * G * D, G, D, Q_CHUNK, CHUNK
             )
 
@@ -249,7 +248,7 @@ def top_delta_rule(
         block_counts,
         kept_total,
         kept_mask,
-        *_tap_arguments(tap),
+        *tap_arguments(tap),
         capacity,
         *block_max.stride()[:3],
         *pseudo_max.stride()[:2],

@@ -10,8 +10,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sparse_kernels.slot_maps import TOTALS
 
 from sglang_sparse import sglang_compat, support
-from sglang_sparse.backend import SparseDecodeBackend
-from sglang_sparse.geometry import Geometry, table_pages
+from sglang_sparse.backend import SparseDecodeBackend, checked_geometry
+from sglang_sparse.geometry import table_pages
 from sglang_sparse.offload.decode import OffloadedDecode
 from sglang_sparse.offload.kv_pool import OffloadKVPool
 from sglang_sparse.offload.prefill import PrefillBatch, StagedPrefill
@@ -86,17 +86,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, OffloadKVPool):
             raise RuntimeError(f"the KV pool is {type(pool).__name__}: another plugin replaces that of offload")
-        support.check_kv_dtype(pool.dtype, model_runner.model_config.dtype)
-        options.check_page_size(pool.page_size)
-        options.check_layers(len(layers), layers[0].tp_k_head_num)
-        geometry = Geometry(
-            kv_heads=layers[0].tp_k_head_num,
-            group_size=layers[0].tp_q_head_num // layers[0].tp_k_head_num,
-            head_dim=layers[0].qk_head_dim,
-            dtype=pool.dtype,
-            page_size=pool.page_size,
-            block_size=options.block_size,
-        )
+        geometry = checked_geometry(model_runner, options, layers)
         self.kv_pool = pool
         self.layers = self._layers = len(layers)
         self.req_to_token = self._req_to_token = model_runner.req_to_token_pool.req_to_token
