@@ -199,7 +199,7 @@ def measure_variants(
 def table_line(
     impl: str, batch: int, context: int, timed: Timed, baseline: Timed | None, kl: tuple[float, int] | None
 ) -> tuple[str, ...]:
-    """A line of the table under `HEAD`; `baseline` is what it is compared with, `kl` the divergence and its positions."""
+    """A line under `HEAD`; `baseline` is what it is compared with, `kl` the divergence and its positions."""
     kept, bytes_share = timed.read or (1.0, 1.0)
     speed = equal = same = ""
     if baseline:
