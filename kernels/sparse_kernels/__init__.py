@@ -13,6 +13,7 @@ from .block_store import block_store, block_store_reference
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
 from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_reference
+from .page_summary import page_summary, page_summary_reference
 from .page_table import snapshot_page_table, snapshot_page_table_reference
 from .pseudo_maximum import pseudo_maximum, pseudo_maximum_reference
 from .request_totals import request_totals, request_totals_reference
@@ -56,6 +57,8 @@ __all__ = [
     "coverage_rule_reference",
     "fused_top_delta",
     "fused_top_delta_reference",
+    "page_summary",
+    "page_summary_reference",
     "pseudo_maximum",
     "pseudo_maximum_reference",
     "request_totals",
