@@ -251,7 +251,7 @@ def _thumbnail_triton(
         D=head_dim,
         PAGE=page_size,
         **code_widths(head_dim, bits),
-        num_warps=8 if page_size * head_dim > 8192 else 4,
+        num_warps=max(4, min(16, page_size * head_dim // 512)),
     )
 
 
