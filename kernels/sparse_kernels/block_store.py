@@ -16,7 +16,8 @@ TOKENS = 16
 _NO_SLOT: tl.constexpr = tl.constexpr(NO_SLOT)
 
 
-@triton.jit
+# Chunks of prefill differ in length: one kernel serves them all, so that none waits for the compiler.
+@triton.jit(do_not_specialize=["tokens"])
 def _block_store_kernel(
     k_ptr,
     v_ptr,

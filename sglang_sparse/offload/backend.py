@@ -130,7 +130,9 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             self.step.control.before_step()
         batch = forward_batch.batch_size
         rows = forward_batch.req_pool_indices[:batch]
-        self.offloaded.load(self.req_to_token, rows, forward_batch.seq_lens[:batch], rows.int())
+        self.offloaded.load(
+            self.req_to_token, rows, forward_batch.seq_lens[:batch], rows.int(), forward_batch.out_cache_loc
+        )
 
     def forward_decode(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparse_kernels.slot_maps import MAX_POOL_BLOCKS
+
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.errors import OffloadError
 from sglang_sparse.offload.limits import MemoryLimit
@@ -17,6 +19,9 @@ STAGING_FLAG = flag("staging")
 MIN_HOT_SHARE = 0.25
 """Of the GPU memory left by open pages and staging, for slots, unless the hot cache has a size: a pool of which nothing
 is cached would be read over PCIe alone."""
+
+INDEX_LIMIT = 2**31 - 1
+"""Kernels count blocks and tokens of a layer in int32; what they make of that into addresses is int64."""
 
 LONG_SEQUENCE = 128 << 10
 """Tokens of the sequences that sizes are told in."""
@@ -59,6 +64,16 @@ class OffloadShape:
     @property
     def open_bytes(self) -> int:
         return self.open_rows * self.host_page_bytes
+
+    @property
+    def most_pages(self) -> int:
+        """Of which tokens, and the blocks of one layer over KV heads, can be numbered."""
+        g = self.geometry
+        return min(
+            INDEX_LIMIT // g.page_size,
+            MAX_POOL_BLOCKS // g.blocks_per_page,
+            INDEX_LIMIT // (g.kv_heads * g.blocks_per_page),
+        )
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,11 @@ def plan_sizes(
             f"GPU's KV budget of {gpu_bytes / GIB:.2f} GiB: ask for less"
         )
     kept_for_slots = int(MIN_HOT_SHARE * left) if hot_bytes is None else hot_bytes
-    pages = min(host_bytes // shape.host_page_bytes, int((left - kept_for_slots) / shape.gpu_page_bytes))
+    pages = min(
+        host_bytes // shape.host_page_bytes,
+        int((left - kept_for_slots) / shape.gpu_page_bytes),
+        shape.most_pages,
+    )
     # The padding page, and one to write to.
     if pages < 2:
         if host_bytes < 2 * shape.host_page_bytes:

@@ -54,20 +54,19 @@ class OffloadStep:
         self.open_slots = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self.open_rows = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
-    def load(self, page_table: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
+    def load(self, places: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
         """Notes where the new token of each request goes. Runs outside the graph, before the step.
 
         Args:
-            page_table: `[>=B, max_pages]` int32, pages of the pool.
+            places: `[B]`, the new token's place in the pool; not used for padded rows.
             seq_lens: `[B]` int32, the new token included; 0 for padded rows.
             rows: `[B]`, each request's row of the open pages.
         """
         batch, page = len(seq_lens), self.cache.geometry.page_size
         last = (seq_lens - 1).clamp_min(0)
-        pages = page_table[:batch].gather(1, (last // page).long()[:, None])[:, 0]
         used = seq_lens > 0
         self.open_rows[:batch] = rows
-        self.pool_slots[:batch] = torch.where(used, pages.long() * page + last % page, -1)
+        self.pool_slots[:batch] = torch.where(used, places, -1)
         self.open_slots[:batch] = torch.where(used, self.open_rows[:batch] * page + last % page, -1)
         self.pool_slots[batch:] = -1
         self.open_slots[batch:] = -1

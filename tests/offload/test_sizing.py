@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from sparse_kernels.slot_maps import MAX_POOL_BLOCKS
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.errors import OffloadError
@@ -24,6 +25,12 @@ LLAMA = OffloadShape(
     # 4-bit keys, low and step of a page; a mean value of a page.
     summary_bytes=64 + 4 * 128 / 64 + 2 * 128 / 64,
     open_rows=17,
+)
+
+TINY = dataclasses.replace(
+    LLAMA,
+    geometry=Geometry(kv_heads=3, group_size=3, head_dim=64, dtype=torch.bfloat16, page_size=16, block_size=8),
+    layers=1,
 )
 
 
@@ -71,6 +78,21 @@ def test_slots_by_layer() -> None:
     assert share_slots(10, 4, None) == (2, 2, 2, 2)
     with pytest.raises(OffloadError, match="3 shares do not fit 4 layers"):
         share_slots(10, 4, [1, 1, 1])
+
+
+@pytest.mark.parametrize("gib", [96, 190, 2000, 500_000])
+@pytest.mark.parametrize("shape", [LLAMA, TINY])
+def test_what_kernels_count_in_int32_stays_below_2_to_the_31(gib: int, shape: OffloadShape) -> None:
+    """Token numbers of SGLang's table, blocks of a layer over KV heads, places in slots."""
+    sizes = plan_sizes(shape, host_bytes=gib * GIB, gpu_bytes=gib * GIB, staging_tokens=140_000)
+    g = shape.geometry
+    units = sizes.host_pages * g.kv_heads * g.blocks_per_page
+    assert sizes.host_pages * g.page_size < 2**31
+    assert units < 2**31
+    assert sizes.host_pages * g.blocks_per_page <= MAX_POOL_BLOCKS
+    assert max(sizes.slots) * g.kv_heads < 2**31
+    # What is to be multiplied on the device does not fit: addresses are made of int64.
+    assert units * shape.block_bytes > 2**31
 
 
 def test_no_slots_at_all() -> None:

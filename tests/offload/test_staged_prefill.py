@@ -128,7 +128,8 @@ def test_order_of_streams_over_several_batches_and_steps() -> None:
     for prefix in (0, 64):
         pools.run([pages], [prefix], [64])
         length = torch.tensor([prefix + 65])
-        pools.decode.load(table.to(DEVICE), torch.tensor([1]).to(DEVICE), length.to(DEVICE), rows)
+        place = table[1, length - 1].to(DEVICE)
+        pools.decode.load(table.to(DEVICE), torch.tensor([1]).to(DEVICE), length.to(DEVICE), rows, place)
         for layer in range(LAYERS):
             q = pools.normal(1, GEOMETRY.query_heads, 64)
             k, v = pools.normal(1, 2, 64), pools.normal(1, 2, 64)

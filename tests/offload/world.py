@@ -142,7 +142,11 @@ class World:
         for b, request in enumerate(batch):
             page_table[b, : len(request.pages)] = torch.tensor(request.pages)
             lengths[b], rows[b] = request.length, request.row
-        self.step.load(torch.where(page_table == 2**30, 0, page_table), lengths, rows)
+        last = (lengths - 1).clamp_min(0).long()
+        page = torch.where(page_table == 2**30, 0, page_table)[: len(lengths)].gather(
+            1, (last // GEOMETRY.page_size)[:, None]
+        )
+        self.step.load(page[:, 0].long() * GEOMETRY.page_size + last % GEOMETRY.page_size, lengths, rows)
         self.step.begin()
         lists, counts = self.lists(lengths, density, must=True)
         expected = self.lists(lengths, forecast, must=False) if forecast is not None else None
