@@ -12,6 +12,7 @@ from sparse_kernels.slot_maps import TOTALS
 from sglang_sparse import sglang_compat, support
 from sglang_sparse.backend import SparseDecodeBackend, checked_geometry
 from sglang_sparse.geometry import table_pages
+from sglang_sparse.offload import prefill_attention
 from sglang_sparse.offload.decode import OffloadedDecode
 from sglang_sparse.offload.kv_pool import OffloadKVPool
 from sglang_sparse.offload.prefill import PrefillBatch, StagedPrefill
@@ -116,8 +117,9 @@ class OffloadDecodeBackend(SparseDecodeBackend):
         self._prefill_backend: Any = None
         logger.info("Sparse decode with %s.", pool.sizes.describe())
 
-    def make_prefill(self) -> OffloadPrefillBackend:
-        """The prefill backend that belongs to this one."""
+    def make_prefill(self, name: str) -> OffloadPrefillBackend:
+        """The prefill backend that belongs to this one; `name` is the one that SGLang would have built."""
+        self.prefill.attention = prefill_attention.choose(self.step.geometry, self.kv_pool.device, name)
         self._prefill_backend = OffloadPrefillBackend(self)
         return self._prefill_backend
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from sparse_kernels import block_gather
-from torch.nn.attention.bias import causal_lower_right
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.pools import HostPool
+from sglang_sparse.offload.prefill_attention import PrefillAttention, TorchAttention
 from sglang_sparse.offload.streams import LOAD, STORE, Streams
 
 LAYERS_STAGED = 2
@@ -57,6 +57,7 @@ class StagedPrefill:
     Args:
         write: stores a layer's new tokens; called on the `store` stream.
         staging_tokens: prefix tokens of a batch, over all requests, that are on the GPU at a time in one layer.
+        attention: what attends; None for torch.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class StagedPrefill:
         staging_tokens: int,
         device: torch.device | str,
         streams: Streams | None = None,
+        attention: PrefillAttention | None = None,
     ) -> None:
         g = self._geometry = geometry
+        self.attention = attention or TorchAttention(geometry)
         self._host, self._write = host, write
         self.streams = streams or Streams()
         self.layers = host.blocks.shape[0]
@@ -94,6 +97,7 @@ class StagedPrefill:
             raise ValueError(f"prefixes of {sum(counts)} pages exceed the staging of {self.pages}")
         self._batch = batch
         self._pool_slots, self._open_slots = batch.places(g.page_size)
+        self.attention.begin(batch.prefix_lens, batch.extend_lens, device)
         pages = torch.cat([batch.page_table[r, :count] for r, count in enumerate(counts)])
         units = g.kv_heads * g.blocks_per_page
         inner = torch.arange(units, dtype=torch.int32, device=device)
@@ -133,36 +137,17 @@ class StagedPrefill:
             out: `[T, Hq, D]`, written.
         """
         assert self._batch is not None
-        batch, g, place = self._batch, self._geometry, layer % LAYERS_STAGED
+        place = layer % LAYERS_STAGED
         self._release(layer - LAYERS_STAGED)
         self._held[layer] = k, v
         self.streams.wait(f"loaded {layer}")
         self.streams.record(f"made {layer}")
         with self.streams.on(STORE):
             self.streams.wait(f"made {layer}")
-            self._write(layer, k, v, self._pool_slots, self._open_slots, batch.extend_lens)
+            self._write(layer, k, v, self._pool_slots, self._open_slots, self._batch.extend_lens)
             self.streams.record(f"stored {layer}")
         self.streams.operation("prefill", reads=[("staging", place)], writes=["prefill output"])
-        first_page = first = 0
-        for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True):
-            pages, own = prefix // g.page_size, slice(first, first + extend)
-            # The one copy of a prefix that `sizing` has room for.
-            both = torch.empty((2, g.kv_heads, prefix + extend, g.head_dim), dtype=g.dtype, device=q.device)
-            if pages:
-                staged = self._staging[place, first_page : first_page + pages].permute(3, 1, 0, 2, 4, 5)
-                both[:, :, :prefix].unflatten(2, staged.shape[2:5]).copy_(staged)
-            both[0, :, prefix:], both[1, :, prefix:] = k[own].transpose(0, 1), v[own].transpose(0, 1)
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                q[own].transpose(0, 1)[None],
-                both[0][None],
-                both[1][None],
-                attn_mask=causal_lower_right(extend, prefix + extend) if prefix else None,
-                is_causal=not prefix,
-                scale=scale,
-                enable_gqa=g.group_size > 1,
-            )
-            out[own] = attended[0].transpose(0, 1)
-            first_page, first = first_page + pages, first + extend
+        self.attention.attend(q, k, v, self._staging[place], scale=scale, out=out)
         if layer + LAYERS_STAGED < self.layers:
             self.streams.record(f"read {layer}")
             with self.streams.on(LOAD):
