@@ -19,6 +19,7 @@ from .request_totals import request_totals, request_totals_reference
 from .selection_tap import SelectionTap, TapPoint
 from .slot_assign import slot_assign, slot_assign_reference
 from .slot_attention import SlotSources, slot_attention, slot_attention_reference
+from .slot_claim import slot_claim, slot_claim_reference
 from .slot_lookup import slot_lookup, slot_lookup_reference
 from .slot_maps import FetchList, SlotMaps
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
@@ -64,6 +65,8 @@ __all__ = [
     "slot_assign_reference",
     "slot_attention",
     "slot_attention_reference",
+    "slot_claim",
+    "slot_claim_reference",
     "slot_lookup",
     "slot_lookup_reference",
     "snapshot_page_table",

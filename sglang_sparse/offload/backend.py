@@ -112,6 +112,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             staging_tokens=pool.sizes.staging_tokens,
             device=pool.device,
             streams=streams,
+            hot=self.offloaded.offload,
         )
         self.audit = None
         self._prefill_backend: Any = None

@@ -61,6 +61,7 @@ class HotCache:
         self.open_v = torch.zeros_like(self.open_k)
         self.demand = FetchList.create(g.kv_heads, max(slots), device)
         self.expected = FetchList.create(g.kv_heads, max(slots), device)
+        self.installed = FetchList.create(g.kv_heads, max(slots), device)
         # Slots that were never used have stamp 0: they are the oldest from the first step on.
         self.epoch = torch.full((1,), AGES[0], dtype=torch.int32, device=device)
         self.totals = torch.zeros((self.layers, len(TOTALS)), dtype=torch.int64, device=device)

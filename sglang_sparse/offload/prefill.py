@@ -15,6 +15,7 @@ from sparse_kernels import block_gather
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.pools import HostPool
 from sglang_sparse.offload.prefill_attention import PrefillAttention, TorchAttention
+from sglang_sparse.offload.step import OffloadStep
 from sglang_sparse.offload.streams import LOAD, STORE, Streams
 
 LAYERS_STAGED = 2
@@ -58,6 +59,8 @@ class StagedPrefill:
         write: stores a layer's new tokens; called on the `store` stream.
         staging_tokens: prefix tokens of a batch, over all requests, that are on the GPU at a time in one layer.
         attention: what attends; None for torch.
+        hot: whose slots get blocks of the batch as far as they are not in use, so that its first steps miss less; on
+            the `store` stream. None for nothing.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class StagedPrefill:
         device: torch.device | str,
         streams: Streams | None = None,
         attention: PrefillAttention | None = None,
+        hot: OffloadStep | None = None,
     ) -> None:
+        self._hot = hot
         g = self._geometry = geometry
         self.attention = attention or TorchAttention(geometry)
         self._host, self._write = host, write
@@ -79,6 +84,8 @@ class StagedPrefill:
         self.pages = staging_tokens // g.page_size
         shape = (LAYERS_STAGED, self.pages, *host.blocks.shape[2:])
         self._staging = torch.empty(shape, dtype=g.dtype, device=device)
+        self._staged_pages = torch.zeros(host.blocks.shape[1], dtype=torch.int32, device=device)
+        """Where a page of the pool is in the staging, if it is one of the batch's prefixes."""
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._batch: PrefillBatch | None = None
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -103,13 +110,39 @@ class StagedPrefill:
         inner = torch.arange(units, dtype=torch.int32, device=device)
         self._source = (pages[:, None].int() * units + inner).flatten()
         self._target = torch.arange(len(self._source), dtype=torch.int32, device=device)
+        self._staged_pages[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=device)
+        self._prefix_blocks = self._latest_first(batch, counts, [0] * len(counts))
+        ends = [(p + e) // g.page_size for p, e in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+        self._new_blocks = self._latest_first(batch, ends, counts)
         # What a stream still reads from the last batch was waited for in its `end`.
         self._count.fill_(len(self._source))
+        if self._hot is not None:
+            self._hot.begin()
         self.streams.record("prefill")
         with self.streams.on(LOAD):
             self.streams.wait("prefill")
             for layer in range(min(LAYERS_STAGED, self.layers)):
                 self._load(layer)
+
+    def _latest_first(self, batch: PrefillBatch, ends: list[int], starts: list[int]) -> torch.Tensor:
+        """`[n]` int32, the pool blocks of each request's pages from `starts` to `ends`, its last one first."""
+        per_page, table = self._geometry.blocks_per_page, batch.page_table
+        pages = torch.cat(
+            [table[r, start:end].flip(0) for r, (start, end) in enumerate(zip(starts, ends, strict=True))]
+        )
+        inner = torch.arange(per_page - 1, -1, -1, dtype=torch.int32, device=table.device)
+        return (pages[:, None].int() * per_page + inner).flatten()
+
+    def _install_blocks(self, layer: int) -> None:
+        """Brings the batch's blocks of a layer into idle slots, on the current stream: new ones before prefixes, which
+        are copied from the staging, where the layer's are by now."""
+        if self._hot is None:
+            return
+        self._hot.install(layer, self._new_blocks)
+        if len(self._prefix_blocks):
+            place = layer % LAYERS_STAGED
+            self.streams.operation("install", reads=[("staging", place)], writes=())
+            self._hot.install(layer, self._prefix_blocks, self._staging[place], self._staged_pages)
 
     def _load(self, layer: int) -> None:
         """Loads a layer's prefixes, on the current stream."""
@@ -145,13 +178,16 @@ class StagedPrefill:
         with self.streams.on(STORE):
             self.streams.wait(f"made {layer}")
             self._write(layer, k, v, self._pool_slots, self._open_slots, self._batch.extend_lens)
+            self._install_blocks(layer)
             self.streams.record(f"stored {layer}")
+            self.streams.record(f"installed {layer}")
         self.streams.operation("prefill", reads=[("staging", place)], writes=["prefill output"])
         self.attention.attend(q, k, v, self._staging[place], scale=scale, out=out)
         if layer + LAYERS_STAGED < self.layers:
             self.streams.record(f"read {layer}")
             with self.streams.on(LOAD):
                 self.streams.wait(f"read {layer}")
+                self.streams.wait(f"installed {layer}")
                 self._load(layer + LAYERS_STAGED)
 
     def end(self) -> None:

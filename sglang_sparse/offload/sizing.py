@@ -58,8 +58,8 @@ class OffloadShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Of one slot in each layer and KV head: a block, its number, its stamp, its places on the lists of misses."""
-        return self.heads * (self.block_bytes + 2 * 4) + 2 * self.geometry.kv_heads * 3 * 4
+        """Of one slot in each layer and KV head: a block, its number, its stamp, its places on three lists."""
+        return self.heads * (self.block_bytes + 2 * 4) + 3 * self.geometry.kv_heads * 3 * 4
 
     @property
     def open_bytes(self) -> int:

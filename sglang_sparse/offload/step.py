@@ -16,8 +16,10 @@ from sparse_kernels import (
     block_store,
     slot_assign,
     slot_attention,
+    slot_claim,
     slot_lookup,
 )
+from sparse_kernels.slot_assign import IDLE
 
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.streams import PREFETCH, Streams
@@ -72,7 +74,7 @@ class OffloadStep:
         self.open_slots[batch:] = -1
 
     def begin(self) -> None:
-        """The step's first operation, inside the graph: its epoch."""
+        """The step's first operation, inside the graph: its epoch. A prefill batch that installs has one, too."""
         self.streams.operation("epoch", reads=(), writes=["epoch"])
         self.cache.epoch.add_(1)
 
@@ -132,6 +134,40 @@ class OffloadStep:
             self.streams.wait("fork")
             self._bring(layer, page_table, seq_lens, block_lists, block_counts, self.cache.expected, EXPECTED)
             self.streams.record(f"prefetched {layer}")
+
+    def install(
+        self,
+        layer: int,
+        blocks: torch.Tensor,
+        source: torch.Tensor | None = None,
+        source_pages: torch.Tensor | None = None,
+    ) -> None:
+        """Brings blocks into slots that no step has used lately, and only there; on the current stream, in no graph.
+
+        What it brings, or finds in slots, stays for this epoch; after that it gives way first until a step reads it.
+
+        Args:
+            blocks: `[n]` int32, pool blocks, those that matter most first.
+            source: `[pages, Hkv, blocks_per_page, 2, block, D]` on the GPU, which holds them too; None for the host.
+            source_pages: `[P]` int32, where the source has each page.
+        """
+        cache, g = self.cache, self.cache.geometry
+        maps, fetch = cache.maps[layer], cache.installed
+        if not maps.slots or not len(blocks):
+            return
+        work = ("list", IDLE)
+        self.streams.operation("claim", reads=["epoch"], writes=[("maps", layer), work])
+        slot_claim(blocks, cache.epoch, maps, fetch, lag=IDLE)
+        slot_assign(cache.epoch, maps, fetch, lag=IDLE, blocks_per_page=g.blocks_per_page, source_pages=source_pages)
+        host = self.host.blocks[layer]
+        self.streams.operation("gather", reads=[("host", layer), work], writes=[("hot", layer)])
+        block_gather(
+            (host if source is None else source).flatten(0, 2),
+            cache.hot[layer].flatten(0, 1),
+            fetch.source,
+            fetch.target,
+            fetch.copies,
+        )
 
     def attend(
         self,

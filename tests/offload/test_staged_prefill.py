@@ -25,13 +25,13 @@ LAYERS, PAGES, SCALE = 5, 40, 0.125
 class Pools:
     """An offloaded server's pools and a staged prefill, and plain pools beside them."""
 
-    def __init__(self, streams: Streams, staging_tokens: int = 256) -> None:
+    def __init__(self, streams: Streams, staging_tokens: int = 256, slots: int = 9) -> None:
         self.generator = torch.Generator(DEVICE).manual_seed(2)
         self.decode = OffloadedDecode(
             SparseDecodeOptions(offload=True),
             GEOMETRY,
             pages=PAGES,
-            slots=[9] * LAYERS,
+            slots=[slots] * LAYERS,
             rows=4,
             max_requests=4,
             max_pages=16,
@@ -40,7 +40,13 @@ class Pools:
         )
         write = self.decode.write_chunk
         self.prefill = StagedPrefill(
-            GEOMETRY, self.decode.host, write, staging_tokens=staging_tokens, device=DEVICE, streams=streams
+            GEOMETRY,
+            self.decode.host,
+            write,
+            staging_tokens=staging_tokens,
+            device=DEVICE,
+            streams=streams,
+            hot=self.decode.offload,
         )
         shape = (LAYERS, PAGES * GEOMETRY.page_size, GEOMETRY.kv_heads, GEOMETRY.head_dim)
         self.k, self.v = (torch.full(shape, float("nan"), dtype=DTYPE, device=DEVICE) for _ in range(2))
@@ -192,6 +198,25 @@ def test_a_prefix_is_copied_once() -> None:
     assert bytes_of_prefix <= large <= bytes_of_prefix * 1.01
 
 
+def test_idle_slots_get_new_blocks_and_prefixes() -> None:
+    """A cached prefix that is in no slot comes from the staging, new blocks from the host."""
+    pools, own = Pools(streams(), slots=60), [4, 7, 2, 1, 6]
+    pools.run([own], [0], [64])
+    for maps in pools.decode.cache.maps:
+        assert (maps.slot_map >= 0).sum() == 2 * 2 * GEOMETRY.kv_heads
+        maps.slot_map.fill_(-1)
+        maps.slot_block.fill_(-1)
+    pools.run([own], [64], [70])
+    blocks = {2 * page + i for page in own[:4] for i in range(2)}
+    for layer, maps in enumerate(pools.decode.cache.maps):
+        host, hot = pools.decode.host.blocks[layer], pools.decode.cache.hot[layer]
+        for h in range(GEOMETRY.kv_heads):
+            held = (maps.slot_map[h] >= 0).nonzero().flatten()
+            assert set(held.tolist()) == blocks
+            slots = maps.slot_map[h, held].long()
+            assert torch.equal(hot[h, slots].cpu(), host[(held // 2).cpu(), h, (held % 2).cpu()])
+
+
 class Forgetful(OrderLog):
     """Forgets to wait for some events."""
 
@@ -204,7 +229,7 @@ class Forgetful(OrderLog):
             super().wait(event)
 
 
-@pytest.mark.parametrize("event", ["loaded", "stored", "read"])
+@pytest.mark.parametrize("event", ["loaded", "stored", "installed", "read"])
 def test_a_prefill_that_forgets_to_wait_is_found(event: str) -> None:
     pools = Pools(Forgetful(event))
 

@@ -37,6 +37,8 @@ class World:
     pages: int = 9
     seed: int = 0
     streams: Streams | None = None
+    installs: bool = False
+    """Whether prefill puts its blocks into idle slots."""
     requests: list[Request] = field(default_factory=list)
     tree: list[list[int]] = field(default_factory=list)
     """Cached prefixes: full pages."""
@@ -102,9 +104,15 @@ class World:
             inner = chunk % GEOMETRY.page_size
             places = torch.tensor(request.pages)[chunk // GEOMETRY.page_size] * GEOMETRY.page_size + inner
             open_slots = torch.where(opened, request.row * GEOMETRY.page_size + inner, -1).int()
+            begun, full = (int(chunk[0]), last + 1) if len(chunk) else (0, 0)
+            if self.installs:
+                self.step.begin()
             for layer in range(LAYERS):
                 k, v = self.new_kv(layer, places)
                 self.step.write(layer, k, v, places, open_slots)
+                for start, end in ((begun, full), (0, begun)) if self.installs else ():
+                    own = request.pages[start // GEOMETRY.page_size : end // GEOMETRY.page_size][::-1]
+                    self.step.install(layer, torch.tensor([2 * p + i for p in own for i in (1, 0)], dtype=torch.int32))
         return True
 
     def new_kv(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
