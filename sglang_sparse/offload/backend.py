@@ -12,7 +12,7 @@ from sparse_kernels.slot_maps import TOTALS
 from sglang_sparse import sglang_compat, support
 from sglang_sparse.backend import SparseDecodeBackend, checked_geometry
 from sglang_sparse.geometry import table_pages
-from sglang_sparse.offload import prefill_attention
+from sglang_sparse.offload import prefill_attention, shares
 from sglang_sparse.offload.decode import OffloadedDecode
 from sglang_sparse.offload.kv_pool import OffloadKVPool
 from sglang_sparse.offload.prefill import PrefillBatch, StagedPrefill
@@ -114,6 +114,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             streams=streams,
             hot=self.offloaded.offload,
         )
+        self._advice = shares.ShareAdvice(self.offloaded.cache.totals, list(pool.sizes.slots))
         self.audit = None
         self._prefill_backend: Any = None
         logger.info("Sparse decode with %s.", pool.sizes.describe())
@@ -166,7 +167,8 @@ class OffloadDecodeBackend(SparseDecodeBackend):
     def offload_report(self) -> dict[str, Any] | None:
         """Sizes, and what was found in slots since start, over layers and KV heads."""
         sizes = self.kv_pool.sizes
-        totals = dict(zip(TOTALS, self.offloaded.cache.totals.sum(0).tolist(), strict=True))
+        by_layer = self.offloaded.cache.totals.tolist()
+        totals = {kind: sum(row[i] for row in by_layer) for i, kind in enumerate(TOTALS)}
         block_bytes = self.step.geometry.block_size * self.step.geometry.kv_bytes
         return {
             "host_pages": sizes.host_pages,
@@ -175,8 +177,13 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             "hot_bytes": sizes.hot_bytes,
             "staging_tokens": sizes.staging_tokens,
             **totals,
+            **{f"{kind}_by_layer": [row[i] for row in by_layer] for i, kind in enumerate(TOTALS)},
+            "better_slot_shares": shares.better_shares(by_layer, list(sizes.slots)),
             "missed_bytes": totals["misses"] * block_bytes,
         }
+
+    def after_log(self, steps: int) -> None:
+        self._advice.after(steps)
 
     def check_slots(self) -> int:
         """Slots that do not hold their block's bytes, or blocks that are in two slots; waits for the device."""

@@ -135,13 +135,24 @@ def check_host_bytes(asked: int, limit: MemoryLimit) -> None:
         )
 
 
-def share_slots(total: int, layers: int, shares: Sequence[float] | None) -> tuple[int, ...]:
-    """`total` slots over layers, equally or by `shares`; rounding loses less than one a layer."""
+def share_slots(total: int, layers: int, shares: Sequence[float] | None, most: int) -> tuple[int, ...]:
+    """`total` slots over layers, equally or by `shares`, up to `most` in each; what a layer cannot use goes to others
+    by their shares, and rounding loses less than one a layer."""
     if shares is None:
-        return (total // layers,) * layers
+        shares = (1.0,) * layers
     if len(shares) != layers or min(shares) < 0 or not sum(shares) > 0:
         raise OffloadError(f"{HOT_FLAG}: {len(shares)} shares do not fit {layers} layers")
-    return tuple(int(total * share / sum(shares)) for share in shares)
+    full: set[int] = set()
+    while True:
+        left = total - most * len(full)
+        whole = sum(share for layer, share in enumerate(shares) if layer not in full)
+        given = [
+            most if layer in full else int(left * share / whole) if whole else 0 for layer, share in enumerate(shares)
+        ]
+        over = {layer for layer, count in enumerate(given) if count > most}
+        if not over:
+            return tuple(given)
+        full |= over
 
 
 def plan_sizes(
@@ -204,7 +215,7 @@ def plan_sizes(
     hot = left - summaries if hot_bytes is None else hot_bytes
     # A cache cannot use more slots than there are blocks.
     total = min(int(hot / shape.slot_bytes), pages * g.blocks_per_page) * shape.layers
-    slots = tuple(min(each, pages * g.blocks_per_page) for each in share_slots(total, shape.layers, shares))
+    slots = share_slots(total, shape.layers, shares, pages * g.blocks_per_page)
     return OffloadSizes(
         host_pages=int(pages),
         slots=slots,

@@ -75,9 +75,16 @@ def test_slots_by_layer() -> None:
     )
     assert sizes.slots[0] // 3 == pytest.approx(sizes.slots[1], abs=1)
     assert sizes.slots[-1] == 0
-    assert share_slots(10, 4, None) == (2, 2, 2, 2)
+    assert share_slots(10, 4, None, 100) == (2, 2, 2, 2)
     with pytest.raises(OffloadError, match="3 shares do not fit 4 layers"):
-        share_slots(10, 4, [1, 1, 1])
+        share_slots(10, 4, [1, 1, 1], 100)
+
+
+def test_what_a_layer_cannot_use_goes_to_the_others() -> None:
+    assert share_slots(100, 4, [8, 1, 1, 0], 40) == (40, 30, 30, 0)
+    assert share_slots(100, 4, [8, 4, 1, 0], 40) == (40, 40, 20, 0)
+    assert share_slots(1000, 3, [8, 4, 1], 40) == (40, 40, 40)
+    assert share_slots(100, 2, [1, 0], 40) == (40, 0)
 
 
 @pytest.mark.parametrize("gib", [96, 190, 2000, 500_000])
