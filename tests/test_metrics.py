@@ -166,7 +166,9 @@ def test_hits_and_misses_of_offload() -> None:
     assert made.value("offload_blocks_total", kind="hits") is None
     totals = torch.zeros((LAYERS, 4), dtype=torch.int64)
     made = Exported()
-    step: Any = SimpleNamespace(**{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals)
+    step: Any = SimpleNamespace(
+        **{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals, missed_block_bytes=100
+    )
     made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
     made.count([160], [[0, 0], [7, 3], [5, 5]])
     assert made.value("offload_blocks_total", kind="misses") == 0
@@ -178,14 +180,16 @@ def test_hits_and_misses_of_offload() -> None:
         6,
         3,
     ]
-    assert made.value("offload_missed_bytes_total") == 15 * 16 * 2 * 64 * 4
+    assert made.value("offload_missed_bytes_total") == 15 * 100
 
 
 def test_what_board_and_alerts_ask_of_offload_is_exported() -> None:
     """A server without offload, of which `tests/server/test_metrics_endpoint.py` asks the others, has none of it."""
     made = Exported()
     totals = torch.zeros((LAYERS, 4), dtype=torch.int64)
-    step: Any = SimpleNamespace(**{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals)
+    step: Any = SimpleNamespace(
+        **{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals, missed_block_bytes=100
+    )
     made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
     made.exporter.when_idle(made.reporter)
     exported = {sample.name for family in made.registry.collect() for sample in family.samples}

@@ -10,9 +10,11 @@ from .block_mass_statistics import block_mass_statistics, block_mass_statistics_
 from .block_mass_thumbnail import block_mass_thumbnail, block_mass_thumbnail_reference
 from .block_statistics import STATISTICS_OF_KIND, block_statistics, block_statistics_reference
 from .block_store import block_store, block_store_reference
+from .block_unpack import block_unpack, block_unpack_reference
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
 from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_reference
+from .host_block import pack_blocks, unpack_blocks
 from .page_table import snapshot_page_table, snapshot_page_table_reference
 from .pseudo_maximum import pseudo_maximum, pseudo_maximum_reference
 from .request_totals import request_totals, request_totals_reference
@@ -51,12 +53,15 @@ __all__ = [
     "block_statistics_reference",
     "block_store",
     "block_store_reference",
+    "block_unpack",
+    "block_unpack_reference",
     "combine",
     "combine_reference",
     "coverage_rule",
     "coverage_rule_reference",
     "fused_top_delta",
     "fused_top_delta_reference",
+    "pack_blocks",
     "pseudo_maximum",
     "pseudo_maximum_reference",
     "request_totals",
@@ -83,5 +88,6 @@ __all__ = [
     "top_delta_rule_reference",
     "top_k_rule",
     "top_k_rule_reference",
+    "unpack_blocks",
     "unpack_codes",
 ]

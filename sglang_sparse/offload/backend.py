@@ -160,7 +160,8 @@ class OffloadDecodeBackend(SparseDecodeBackend):
 
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, `[slots, Hkv, D]`, copied together from the host pool: for checks."""
-        blocks = self.offloaded.host.blocks[layer].permute(3, 0, 2, 4, 1, 5)
+        host = self.offloaded.host
+        blocks = host.decoded(host.blocks[layer]).permute(3, 0, 2, 4, 1, 5)
         keys, values = blocks.reshape(2, -1, *blocks.shape[-2:]).to(self.kv_pool.device)
         return keys, values
 
@@ -169,7 +170,6 @@ class OffloadDecodeBackend(SparseDecodeBackend):
         sizes = self.kv_pool.sizes
         by_layer = self.offloaded.cache.totals.tolist()
         totals = {kind: sum(row[i] for row in by_layer) for i, kind in enumerate(TOTALS)}
-        block_bytes = self.step.geometry.block_size * self.step.geometry.kv_bytes
         return {
             "host_pages": sizes.host_pages,
             "host_bytes": sizes.host_bytes,
@@ -179,7 +179,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             **totals,
             **{f"{kind}_by_layer": [row[i] for row in by_layer] for i, kind in enumerate(TOTALS)},
             "better_slot_shares": shares.better_shares(by_layer, list(sizes.slots)),
-            "missed_bytes": totals["misses"] * block_bytes,
+            "missed_bytes": totals["misses"] * sizes.host_block_bytes,
         }
 
     def after_log(self, steps: int) -> None:
@@ -196,6 +196,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
                 (blocks,) = (maps.slot_map[h] >= 0).nonzero(as_tuple=True)
                 slots = maps.slot_map[h, blocks].long()
                 wrong += int((maps.slot_block[h, slots] != blocks).sum())
-                own = host[(blocks // per_page).cpu(), h, (blocks % per_page).cpu()].to(hot.device)
+                own = host[(blocks // per_page).cpu(), h, (blocks % per_page).cpu()]
+                own = self.offloaded.host.decoded(own).to(hot.device)
                 wrong += int((hot[h, slots] != own).flatten(1).any(1).sum())
         return wrong

@@ -22,7 +22,7 @@ from sglang_sparse.offload.sizing import (
     plan_sizes,
 )
 from sglang_sparse.option_values import OptionsError, parse_memory
-from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.options import FLOAT8_HOST, SparseDecodeOptions
 from sglang_sparse.selection import make_estimator
 from sglang_sparse.tail import make_tail
 
@@ -65,7 +65,9 @@ class OffloadPoolConfigurator:
         self._options = options
         tail = make_tail(options, geometry)
         summary = make_estimator(options, geometry).summary_bytes() + (tail.summary_bytes() if tail else 0)
-        self._shape = OffloadShape(geometry, layers, summary, max_requests + EXTRA_ROWS)
+        self._shape = OffloadShape(
+            geometry, layers, summary, max_requests + EXTRA_ROWS, options.host_dtype == FLOAT8_HOST
+        )
         self._step_bytes = memory.step_buffer_bytes(
             options, geometry, layers=layers, max_pages=max_pages, max_requests=max_requests, device=device
         )

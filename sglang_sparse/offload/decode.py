@@ -14,7 +14,7 @@ from sglang_sparse.observe.layer_clock import ATTENTION
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.step import OffloadStep
 from sglang_sparse.offload.streams import Streams
-from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.options import FLOAT8_HOST, SparseDecodeOptions
 
 
 class OffloadedDecode(DecodeStep):
@@ -59,7 +59,8 @@ class OffloadedDecode(DecodeStep):
             device=device,
             **more,
         )
-        self.host = HostPool(geometry, layers=len(slots), pages=pages, device=device)
+        float8 = options.host_dtype == FLOAT8_HOST
+        self.host = HostPool(geometry, layers=len(slots), pages=pages, device=device, float8=float8)
         self.cache = HotCache(geometry, pages=pages, slots=slots, rows=rows, device=device)
         self.offload = OffloadStep(
             self.cache,
@@ -74,6 +75,11 @@ class OffloadedDecode(DecodeStep):
     @property
     def offload_totals(self) -> torch.Tensor:
         return self.cache.totals
+
+    @property
+    def missed_block_bytes(self) -> int:
+        block = self.host.blocks[0, 0, 0, 0]
+        return block.numel() * block.element_size()
 
     def write_chunk(
         self,

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from sparse_kernels import block_gather
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.pools import HostPool
@@ -82,7 +81,7 @@ class StagedPrefill:
         self.streams = streams or Streams()
         self.layers = host.blocks.shape[0]
         self.pages = staging_tokens // g.page_size
-        shape = (LAYERS_STAGED, self.pages, *host.blocks.shape[2:])
+        shape = (LAYERS_STAGED, self.pages, g.kv_heads, g.blocks_per_page, 2, g.block_size, g.head_dim)
         self._staging = torch.empty(shape, dtype=g.dtype, device=device)
         self._staged_pages = torch.zeros(host.blocks.shape[1], dtype=torch.int32, device=device)
         """Where a page of the pool is in the staging, if it is one of the batch's prefixes."""
@@ -149,13 +148,8 @@ class StagedPrefill:
         place = layer % LAYERS_STAGED
         self.streams.operation("load", reads=[("host", layer)], writes=[("staging", place)])
         if len(self._source):
-            block_gather(
-                self._host.blocks[layer].flatten(0, 2),
-                self._staging[place].flatten(0, 2),
-                self._source,
-                self._target,
-                self._count,
-            )
+            staging = self._staging[place].flatten(0, 2)
+            self._host.copy_blocks(layer, staging, self._source, self._target, self._count)
         self.streams.record(f"loaded {layer}")
 
     def attend(

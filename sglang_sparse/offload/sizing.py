@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparse_kernels.host_block import packed_bytes
 from sparse_kernels.slot_maps import MAX_POOL_BLOCKS
 
 from sglang_sparse.geometry import Geometry
@@ -37,6 +38,8 @@ class OffloadShape:
     """Bytes a token that summaries of one layer and KV head take on the GPU, mean values included."""
     open_rows: int
     """Requests that may decode at once, and SGLang's padding row."""
+    float8_host: bool = False
+    """Whether the host pool has float8 blocks."""
 
     @property
     def heads(self) -> int:
@@ -47,8 +50,13 @@ class OffloadShape:
         return self.geometry.block_size * self.geometry.kv_bytes
 
     @property
+    def host_block_bytes(self) -> int:
+        g = self.geometry
+        return packed_bytes(g.block_size, g.head_dim) if self.float8_host else self.block_bytes
+
+    @property
     def host_page_bytes(self) -> int:
-        return self.heads * self.geometry.page_size * self.geometry.kv_bytes
+        return self.heads * self.geometry.blocks_per_page * self.host_block_bytes
 
     @property
     def gpu_page_bytes(self) -> float:
@@ -63,7 +71,7 @@ class OffloadShape:
 
     @property
     def open_bytes(self) -> int:
-        return self.open_rows * self.host_page_bytes
+        return self.open_rows * self.heads * self.geometry.page_size * self.geometry.kv_bytes
 
     @property
     def most_pages(self) -> int:
@@ -92,6 +100,8 @@ class OffloadSizes:
     staging_bytes: int
     open_bytes: int
     page_size: int
+    host_block_bytes: int
+    """Of a block of one layer and KV head: what a miss reads."""
 
     @property
     def tokens(self) -> int:
@@ -226,4 +236,5 @@ def plan_sizes(
         staging_bytes=staging,
         open_bytes=shape.open_bytes,
         page_size=g.page_size,
+        host_block_bytes=shape.host_block_bytes,
     )

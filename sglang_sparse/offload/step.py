@@ -100,6 +100,7 @@ class OffloadStep:
             open_k=self.cache.open_k[layer],
             open_v=self.cache.open_v[layer],
             page_size=self.cache.geometry.page_size,
+            block_size=self.cache.geometry.block_size,
         )
 
     def fetch(
@@ -159,15 +160,12 @@ class OffloadStep:
         self.streams.operation("claim", reads=["epoch"], writes=[("maps", layer), work])
         slot_claim(blocks, cache.epoch, maps, fetch, lag=IDLE)
         slot_assign(cache.epoch, maps, fetch, lag=IDLE, blocks_per_page=g.blocks_per_page, source_pages=source_pages)
-        host = self.host.blocks[layer]
+        slots = cache.hot[layer].flatten(0, 1)
         self.streams.operation("gather", reads=[("host", layer), work], writes=[("hot", layer)])
-        block_gather(
-            (host if source is None else source).flatten(0, 2),
-            cache.hot[layer].flatten(0, 1),
-            fetch.source,
-            fetch.target,
-            fetch.copies,
-        )
+        if source is None:
+            self.host.copy_blocks(layer, slots, fetch.source, fetch.target, fetch.copies)
+        else:
+            block_gather(source.flatten(0, 2), slots, fetch.source, fetch.target, fetch.copies)
 
     def attend(
         self,
@@ -246,10 +244,4 @@ class OffloadStep:
         if not maps.slots:
             return
         self.streams.operation("gather", reads=[("host", layer), work], writes=[("hot", layer)])
-        block_gather(
-            self.host.blocks[layer].flatten(0, 2),
-            cache.hot[layer].flatten(0, 1),
-            fetch.source,
-            fetch.target,
-            fetch.copies,
-        )
+        self.host.copy_blocks(layer, cache.hot[layer].flatten(0, 1), fetch.source, fetch.target, fetch.copies)

@@ -50,6 +50,22 @@ def test_a_sequence_of_128k_is_16_gib() -> None:
     assert sizes.describe().startswith("offload: 12288 host pages (96.0 GiB) hold 786368 tokens, or 6.0 sequences of")
 
 
+def test_float8_in_the_host_holds_twice_the_tokens() -> None:
+    """A byte a number, and one a key or value; what is on the GPU stays as it is."""
+    half = dataclasses.replace(LLAMA, float8_host=True)
+    assert half.host_block_bytes == 2 * 16 * 129
+    assert half.host_page_bytes * 2048 == 16 * GIB * 129 / 256
+    assert (half.block_bytes, half.open_bytes, half.slot_bytes) == (
+        LLAMA.block_bytes,
+        LLAMA.open_bytes,
+        LLAMA.slot_bytes,
+    )
+    sizes = plan_sizes(half, host_bytes=96 * GIB, gpu_bytes=100 * GIB, staging_tokens=140_000)
+    assert sizes.host_pages == 96 * GIB // half.host_page_bytes
+    assert 11.9 < sizes.long_sequences < 12
+    assert sizes.host_block_bytes == half.host_block_bytes
+
+
 def test_the_pool_shrinks_to_what_the_gpu_can_summarise() -> None:
     sizes = plan_sizes(LLAMA, host_bytes=96 * GIB, gpu_bytes=10 * GIB, staging_tokens=1000, hot_bytes=2 * GIB)
     assert sizes.host_pages < 6 * 2048

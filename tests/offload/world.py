@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from sparse_kernels import sparse_attention_reference
+from sparse_kernels import pack_blocks, sparse_attention_reference, unpack_blocks
 from sparse_kernels.slot_maps import NO_SLOT
 
 from sglang_sparse.geometry import Geometry
@@ -39,17 +39,20 @@ class World:
     streams: Streams | None = None
     installs: bool = False
     """Whether prefill puts its blocks into idle slots."""
+    float8: bool = False
+    """Whether the host pool rounds to float8."""
     requests: list[Request] = field(default_factory=list)
     tree: list[list[int]] = field(default_factory=list)
     """Cached prefixes: full pages."""
 
     def __post_init__(self) -> None:
         g = GEOMETRY
-        self.host = HostPool(g, layers=LAYERS, pages=self.pages, device="cpu")
+        self.host = HostPool(g, layers=LAYERS, pages=self.pages, device="cpu", float8=self.float8)
         self.cache = HotCache(g, pages=self.pages, slots=self.slots, rows=ROWS, device="cpu")
         # What was never written must not be read.
-        for tensor in (self.host.blocks, self.cache.open_k, self.cache.open_v, *self.cache.hot):
+        for tensor in (self.cache.open_k, self.cache.open_v, *self.cache.hot):
             tensor.fill_(float("nan"))
+        self.host.blocks.fill_(0xFF if self.float8 else float("nan"))
         self.k = torch.full((LAYERS, self.pages * g.page_size, g.kv_heads, g.head_dim), float("nan"))
         self.v = self.k.clone()
         self.max_pages = self.pages
@@ -189,8 +192,7 @@ class World:
         self.step.attend(layer, q, page_table, lengths, lists, counts, scale=0.125, out=out)
         sparse_attention_reference(
             q,
-            self.k[layer],
-            self.v[layer],
+            *self.seen(layer),
             page_table,
             lengths,
             lists,
@@ -202,6 +204,22 @@ class World:
         )
         assert torch.equal(out, expected)
 
+    def as_blocks(self, layer: int) -> torch.Tensor:
+        """The plain pools of a layer as the host pool gives them back, `[pages, Hkv, blocks_per_page, 2, block, D]`."""
+        g = GEOMETRY
+        both = torch.stack((self.k[layer], self.v[layer])).view(2, self.pages, g.blocks_per_page, g.block_size, 2, -1)
+        blocks = both.permute(1, 4, 2, 0, 3, 5)
+        return unpack_blocks(pack_blocks(blocks), g.block_size, g.dtype) if self.float8 else blocks
+
+    def seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer as attention sees them: those of open pages never left the GPU."""
+        keys, values = self.as_blocks(layer).permute(3, 0, 2, 4, 1, 5).flatten(1, 3)
+        for request in self.requests:
+            page = request.pages[(request.length - 1) // GEOMETRY.page_size] * GEOMETRY.page_size
+            own = slice(page, page + GEOMETRY.page_size)
+            keys[own], values[own] = self.k[layer, own], self.v[layer, own]
+        return keys, values
+
     def check(self) -> None:
         """Everything that has to hold between steps."""
         for layer in range(LAYERS):
@@ -210,16 +228,14 @@ class World:
 
     def check_host(self, layer: int) -> None:
         """The host pool holds what the plain pools hold, in all live pages."""
-        g = GEOMETRY
-        both = torch.stack((self.k[layer], self.v[layer])).view(2, self.pages, g.blocks_per_page, g.block_size, 2, -1)
-        expected = both.permute(1, 4, 2, 0, 3, 5)
         live = sorted(self.used - {0})
-        torch.testing.assert_close(self.host.blocks[layer][live], expected[live], rtol=0, atol=0, equal_nan=True)
+        held = self.host.decoded(self.host.blocks[layer][live])
+        torch.testing.assert_close(held, self.as_blocks(layer)[live], rtol=0, atol=0, equal_nan=True)
 
     def check_slots(self, layer: int) -> None:
         """`slot_map` and `slot_block` agree, no block is in two slots, and a slot's bytes are its block's."""
         maps, per_page = self.cache.maps[layer], GEOMETRY.blocks_per_page
-        host, hot = self.host.blocks[layer], self.cache.hot[layer]
+        host, hot = self.host.decoded(self.host.blocks[layer]), self.cache.hot[layer]
         assert (maps.slot_map >= NO_SLOT).all()
         for h in range(GEOMETRY.kv_heads):
             (blocks,) = (maps.slot_map[h] >= 0).nonzero(as_tuple=True)
