@@ -94,6 +94,11 @@ class DecodeStep:
         """`[layers, 4]` int64, see `sparse_kernels.slot_maps.TOTALS`; None if the KV cache is on the GPU."""
         return None
 
+    @property
+    def missed_block_bytes(self) -> int:
+        """Bytes that a block which offload misses has in host memory."""
+        return self.geometry.block_size * self.geometry.kv_bytes
+
     def attend(
         self,
         layer: int,
