@@ -35,6 +35,7 @@ RULES = ("coverage", "top-k", "top-delta", "all")
 GROUPS = ("average", "every")
 TAILS = ("mean", "drop")
 PATHS = ("auto", "lists", "fused")
+KV_FORMATS = ("model", "split")
 DEFAULT_DELTA = 6.0
 SCORE_ESTIMATORS = ("thumbnail", "exact")
 """Estimators that guess single tokens' scores, which rule top-delta compares."""
@@ -45,8 +46,8 @@ BLOCK_SIZES = (8, 16, 32, 64)
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_PAGE_SIZE = 64
 DEFAULT_MAX_REQUESTS = 64
-"""With offload: requests at once unless `--max-running-requests` says otherwise; each has a page of all layers on the
-GPU."""
+"""With a KV pool of our own: requests at once unless `--max-running-requests` says otherwise; each has an open page of
+all layers."""
 CONFIG_ONLY = ("page_size", "model", "gamma_by_head", "slot_shares")
 """Options that only a config file or Python can give."""
 
@@ -109,6 +110,8 @@ class SparseDecodeOptions:
     """One gamma for each layer and KV head, instead of `gamma`; without a flag."""
     allow_untested_sglang: bool = False
     """Whether to run on an SGLang release that sparse decode has not been tested with."""
+    kv_format: str = "model"
+    """What keys are kept as: in the model's dtype, or split into codes and residuals (docs/kv_format.md)."""
     offload: bool = False
     """Whether the KV cache is in host memory (docs/offload.md)."""
     host_memory: str | None = None
@@ -158,6 +161,7 @@ class SparseDecodeOptions:
         if type(self.allow_untested_sglang) is not bool:
             raise OptionsError(f"{flag('allow_untested_sglang')} is {self.allow_untested_sglang!r}: give true or false")
         self._check_offload()
+        self._check_kv_format()
         check_number("audit_rate", self.audit_rate)
         if not 0 <= self.audit_rate <= 1:
             raise OptionsError(f"{flag('audit_rate')} is {self.audit_rate}: give a share of decode steps from 0 to 1")
@@ -204,6 +208,56 @@ class SparseDecodeOptions:
         ):
             if wrong:
                 raise OptionsError(f"{flag('offload')}: {name} reads keys of the GPU's pool: use {instead}")
+
+    def _check_kv_format(self) -> None:
+        check_choice("kv_format", self.kv_format, KV_FORMATS)
+        if self.kv_format == "model":
+            return
+        if self.audit_rate == type(self).audit_rate:
+            # The audit reads all keys of a request as they are.
+            object.__setattr__(self, "audit_rate", 0.0)
+        if self.thumbnail_bits == type(self).thumbnail_bits:
+            object.__setattr__(self, "thumbnail_bits", 2)
+        for wrong, name, instead in (
+            (self.offload, f"{flag('offload')}, which keeps keys as they are", f"remove {flag('offload')}"),
+            (
+                self.rule == "top-delta",
+                f"{flag('rule')} top-delta, which compares exact scores",
+                f"use {flag('rule')} coverage or top-k",
+            ),
+            (
+                self.estimator != "thumbnail",
+                f"{flag('estimator')} {self.estimator}",
+                f"use {flag('estimator')} thumbnail, whose codes are part of the keys",
+            ),
+            (
+                self.thumbnail_bits != 2,
+                f"{flag('thumbnail_bits')} {self.thumbnail_bits}",
+                f"use {flag('thumbnail_bits')} 2: the codes are part of the keys",
+            ),
+            (
+                self.audit_rate != 0,
+                f"{flag('audit_rate')} {self.audit_rate}, for which exact keys are read",
+                f"use {flag('audit_rate')} 0",
+            ),
+        ):
+            if wrong:
+                raise OptionsError(f"{flag('kv_format')} split does not go with {name}: {instead}")
+
+    def check_kv_cache_dtype(self, kv_cache_dtype: str | None) -> None:
+        """Raises OptionsError if SGLang's `--kv-cache-dtype` asks for quantised keys where they are split."""
+        if self.kv_format == "split" and kv_cache_dtype not in (None, "auto", "bf16", "bfloat16"):
+            raise OptionsError(
+                f"{flag('kv_format')} split does not go with --kv-cache-dtype {kv_cache_dtype}: it quantises keys itself "
+                f"and keeps values in the model's dtype; use --kv-cache-dtype auto, or {flag('kv_format')} model"
+            )
+
+    @property
+    def own_pool(self) -> str | None:
+        """What users call the option that asks for a KV pool of our own; None where SGLang's serves."""
+        if self.offload:
+            return flag("offload")
+        return f"{flag('kv_format')} split" if self.kv_format == "split" else None
 
     @property
     def resolved_tail(self) -> str:

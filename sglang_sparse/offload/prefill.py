@@ -6,13 +6,13 @@ keys and values are written through to the host beside the forward stream: nothi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from sparse_kernels import block_gather
-from torch.nn.attention.bias import causal_lower_right
 
+from sglang_sparse.dense_prefill import PrefillBatch, attend_to_prefixes
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.pools import HostPool
 from sglang_sparse.offload.streams import LOAD, STORE, Streams
@@ -21,32 +21,6 @@ LAYERS_STAGED = 2
 
 Write = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]], None]
 """`OffloadedDecode.write_chunk`."""
-
-
-@dataclass(frozen=True)
-class PrefillBatch:
-    """The requests of one prefill, their new tokens one after another."""
-
-    page_table: torch.Tensor
-    """`[R, max_pages]` int32, pages of each request, prefix and new tokens."""
-    prefix_lens: list[int]
-    """Tokens in the host pool already; whole pages."""
-    extend_lens: list[int]
-    """New tokens; sum `T`."""
-    rows: torch.Tensor
-    """`[R]`, rows of the open pages."""
-
-    def places(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`pool_slots [T]` int64 and `open_slots [T]` int32 of the new tokens, as `block_store` takes them."""
-        device = self.page_table.device
-        pool, opened = [], []
-        for r, (prefix, extend, row) in enumerate(zip(self.prefix_lens, self.extend_lens, self.rows, strict=True)):
-            position = torch.arange(prefix, prefix + extend, device=device)
-            page, inner = position // page_size, position % page_size
-            pool.append(self.page_table[r].long()[page] * page_size + inner)
-            is_open = page == (prefix + extend - 1) // page_size
-            opened.append(torch.where(is_open, row * page_size + inner, -1).int())
-        return torch.cat(pool), torch.cat(opened)
 
 
 class StagedPrefill:
@@ -87,8 +61,7 @@ class StagedPrefill:
         Raises ValueError if a prefix ends within a page, or if the prefixes exceed the staging.
         """
         g, device = self._geometry, batch.page_table.device
-        if any(prefix % g.page_size for prefix in batch.prefix_lens):
-            raise ValueError(f"prefix lengths are {batch.prefix_lens}; needed: multiples of page_size={g.page_size}")
+        batch.check(g.page_size)
         counts = [prefix // g.page_size for prefix in batch.prefix_lens]
         if sum(counts) > self.pages:
             raise ValueError(f"prefixes of {sum(counts)} pages exceed the staging of {self.pages}")
@@ -143,26 +116,17 @@ class StagedPrefill:
             self._write(layer, k, v, self._pool_slots, self._open_slots, batch.extend_lens)
             self.streams.record(f"stored {layer}")
         self.streams.operation("prefill", reads=[("staging", place)], writes=["prefill output"])
-        first_page = first = 0
-        for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True):
-            pages, own = prefix // g.page_size, slice(first, first + extend)
+        starts = list(itertools.accumulate((prefix // g.page_size for prefix in batch.prefix_lens), initial=0))
+
+        def copy_prefix(r: int, both: torch.Tensor) -> None:
+            staged = self._staging[place, starts[r] : starts[r + 1]].permute(3, 1, 0, 2, 4, 5)
+            both.unflatten(2, staged.shape[2:5]).copy_(staged)
+
+        def make_room(shape: tuple[int, ...]) -> torch.Tensor:
             # The one copy of a prefix that `sizing` has room for.
-            both = torch.empty((2, g.kv_heads, prefix + extend, g.head_dim), dtype=g.dtype, device=q.device)
-            if pages:
-                staged = self._staging[place, first_page : first_page + pages].permute(3, 1, 0, 2, 4, 5)
-                both[:, :, :prefix].unflatten(2, staged.shape[2:5]).copy_(staged)
-            both[0, :, prefix:], both[1, :, prefix:] = k[own].transpose(0, 1), v[own].transpose(0, 1)
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                q[own].transpose(0, 1)[None],
-                both[0][None],
-                both[1][None],
-                attn_mask=causal_lower_right(extend, prefix + extend) if prefix else None,
-                is_causal=not prefix,
-                scale=scale,
-                enable_gqa=g.group_size > 1,
-            )
-            out[own] = attended[0].transpose(0, 1)
-            first_page, first = first_page + pages, first + extend
+            return torch.empty(shape, dtype=g.dtype, device=q.device)
+
+        attend_to_prefixes(g, batch, q, k, v, copy_prefix=copy_prefix, make_room=make_room, scale=scale, out=out)
         if layer + LAYERS_STAGED < self.layers:
             self.streams.record(f"read {layer}")
             with self.streams.on(LOAD):

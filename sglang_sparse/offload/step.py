@@ -21,6 +21,7 @@ from sparse_kernels import (
 
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.streams import PREFETCH, Streams
+from sglang_sparse.open_pages import OpenPages
 
 DEMAND, EXPECTED = 0, 1
 """Lags of stamps: what this step reads, and what it is expected to read."""
@@ -50,27 +51,12 @@ class OffloadStep:
         self.locations = torch.zeros(
             (max_requests, cache.geometry.kv_heads, max_blocks), dtype=torch.int32, device=device
         )
-        self.pool_slots = torch.full((max_requests,), -1, dtype=torch.int64, device=device)
-        self.open_slots = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
-        self.open_rows = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._open = OpenPages(cache.geometry.page_size, max_requests, device)
+        self.pool_slots, self.open_slots, self.open_rows = self._open.pool_slots, self._open.slots, self._open.rows
 
     def load(self, page_table: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Notes where the new token of each request goes. Runs outside the graph, before the step.
-
-        Args:
-            page_table: `[>=B, max_pages]` int32, pages of the pool.
-            seq_lens: `[B]` int32, the new token included; 0 for padded rows.
-            rows: `[B]`, each request's row of the open pages.
-        """
-        batch, page = len(seq_lens), self.cache.geometry.page_size
-        last = (seq_lens - 1).clamp_min(0)
-        pages = page_table[:batch].gather(1, (last // page).long()[:, None])[:, 0]
-        used = seq_lens > 0
-        self.open_rows[:batch] = rows
-        self.pool_slots[:batch] = torch.where(used, pages.long() * page + last % page, -1)
-        self.open_slots[:batch] = torch.where(used, self.open_rows[:batch] * page + last % page, -1)
-        self.pool_slots[batch:] = -1
-        self.open_slots[batch:] = -1
+        """See `OpenPages.load`."""
+        self._open.load(page_table, seq_lens, rows)
 
     def begin(self) -> None:
         """The step's first operation, inside the graph: its epoch."""

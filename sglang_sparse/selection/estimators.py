@@ -14,6 +14,7 @@ from sparse_kernels import (
     block_mass_statistics,
     block_mass_thumbnail,
     block_statistics,
+    split_quantise,
     thumbnail,
 )
 
@@ -222,7 +223,7 @@ class ThumbnailEstimator:
         out: torch.Tensor,
         block_max: torch.Tensor | None = None,
     ) -> None:
-        codes, low_step = summary
+        codes, low_step, *_ = summary
         block_mass_thumbnail(
             q,
             k_pool,
@@ -240,8 +241,42 @@ class ThumbnailEstimator:
         )
 
 
+class SplitKeyEstimator(ThumbnailEstimator):
+    """A thumbnail of two bits whose summary has the residuals too, with which it is the page's keys."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry, 2)
+
+    def allocate(self, pages: int, device: torch.device | str) -> Summary:
+        g = self._geometry
+        residual = torch.zeros((pages, g.kv_heads, g.page_size, g.head_dim), dtype=torch.uint8, device=device)
+        return *super().allocate(pages, device), residual
+
+    def summary_bytes(self) -> float:
+        return super().summary_bytes() + self._geometry.head_dim
+
+    def scan_bytes(self) -> float:
+        return super().summary_bytes()
+
+    def update(
+        self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
+    ) -> None:
+        codes, low_step, residual = summary
+        split_quantise(
+            k_pool,
+            pages,
+            page_size=self._geometry.page_size,
+            codes=codes,
+            low_step=low_step,
+            residual=residual,
+            targets=targets,
+        )
+
+
 def make_estimator(options: SparseDecodeOptions, geometry: Geometry) -> Estimator:
     """The estimator that `options` name."""
+    if options.kv_format == "split":
+        return SplitKeyEstimator(geometry)
     if options.estimator == "exact":
         return ExactEstimator(geometry)
     if options.estimator == "thumbnail":
