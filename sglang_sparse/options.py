@@ -248,8 +248,8 @@ class SparseDecodeOptions:
         """Raises OptionsError if SGLang's `--kv-cache-dtype` asks for quantised keys where they are split."""
         if self.kv_format == "split" and kv_cache_dtype not in (None, "auto", "bf16", "bfloat16"):
             raise OptionsError(
-                f"{flag('kv_format')} split does not go with --kv-cache-dtype {kv_cache_dtype}: it quantises keys itself "
-                f"and keeps values in the model's dtype; use --kv-cache-dtype auto, or {flag('kv_format')} model"
+                f"{flag('kv_format')} split does not go with --kv-cache-dtype {kv_cache_dtype}: it quantises keys "
+                f"itself and keeps values in the model's dtype; use --kv-cache-dtype auto, or {flag('kv_format')} model"
             )
 
     @property
