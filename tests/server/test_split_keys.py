@@ -1,0 +1,84 @@
+"""A server with split keys says what one says that keeps them as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_smollm2 import document, question
+
+pytestmark = pytest.mark.server
+
+SPLIT = ("--sparse-decode-kv-format", "split")
+SPARSE = ("--sparse-decode", "--sparse-decode-min-context", "512", "--sparse-decode-thumbnail-bits", "2")
+# Chunks that end with a page, and requests whose last chunk does not.
+CHUNKS = ("--chunked-prefill-size", "512")
+
+
+@pytest.fixture(scope="module")
+def tokens(smollm2: Path) -> list[int]:
+    """2,000 of them."""
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(smollm2)(document(2400)).input_ids
+    assert len(ids) > 2000
+    return ids[:2000]
+
+
+@pytest.fixture(scope="module")
+def servers(start_server: Any, smollm2: Path) -> tuple[Any, Any]:
+    """One that keeps keys as they are, and one that splits them."""
+    flags = (*SPARSE, *CHUNKS)
+    return start_server(smollm2, *flags), start_server(smollm2, *flags, *SPLIT)
+
+
+def test_greedy_text_at_2000_tokens_with_all_blocks(servers: tuple[Any, Any], tokens: list[int]) -> None:
+    """Nothing but the format differs: no block is left out, and each length was prefilled in chunks."""
+    for server in servers:
+        server.post("/sparse_decode", {"enabled": False}).raise_for_status()
+    plain, split = servers
+    for length in (2000, 639, 63):
+        expected, got = (server.generate(tokens[:length], 24) for server in servers)
+        assert got["output_ids"] == expected["output_ids"], length
+    check = split.idle_info()["self_check"]
+    assert check["live_closed_pages"] >= 2000 // 64
+    assert check["stale_pages"] == 0
+    for server in servers:
+        server.post("/sparse_decode", {"enabled": True}).raise_for_status()
+        server.flush()
+
+
+def test_greedy_text_with_sparse_decode_and_reused_pages(servers: tuple[Any, Any], tokens: list[int]) -> None:
+    plain, split = servers
+    expected = plain.generate(tokens, 60)
+    first = split.generate(tokens, 60)
+    assert first["meta_info"]["cached_tokens"] == 0
+    # The same prompt once more: its pages are found, and prefill reads their keys as they are kept.
+    again = split.generate(tokens, 4)
+    assert again["meta_info"]["cached_tokens"] == 1984
+    # A page that decode steps filled is found too.
+    longer = split.generate(tokens + first["output_ids"][:56], 4)
+    assert longer["meta_info"]["cached_tokens"] == 2048
+    assert first["output_ids"] == expected["output_ids"]
+    assert again["output_ids"] == expected["output_ids"][:4]
+    assert longer["output_ids"] == expected["output_ids"][56:]
+    info = split.idle_info()
+    assert 0 < info["kept_fraction"] < 1
+    # A block has fewer bytes than in the model's dtype.
+    assert info["bytes_read_fraction"] < plain.idle_info()["bytes_read_fraction"]
+    assert info["self_check"]["stale_pages"] == 0
+
+
+def test_several_requests_at_once(servers: tuple[Any, Any], tokens: list[int]) -> None:
+    """Each has its own row of open pages; some begin on pages that others closed."""
+    prompts = [tokens[:length] for length in (1400, 700, 1411, 64, 190)]
+    expected, got = (server.generate_many(prompts, tokens=40, at_once=5) for server in servers)
+    assert [answer["output_ids"] for answer in got] == [answer["output_ids"] for answer in expected]
+    check = servers[1].idle_info()["self_check"]
+    assert check["stale_pages"] == 0
+    assert check["free_tokens"] + check["cached_tokens"] == check["total_tokens"]
+
+
+def test_a_fact_is_found(servers: tuple[Any, Any]) -> None:
+    assert "1968" in servers[1].generate(question("Cedar"), 8)["text"]
