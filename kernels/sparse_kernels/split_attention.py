@@ -17,7 +17,7 @@ from . import _attention_plan as plan
 from . import _bfloat16_bits as bfloat16_bits
 from . import attention_tail
 from ._attention_plan import AttentionWorkspace, check_attention
-from ._dispatch import use_triton
+from ._dispatch import INTERPRETED, use_triton
 from ._score_tile import padded_group
 from .attention_tail import AttentionTail
 from .combine import LN_2, LOG2_E, combine
@@ -121,15 +121,44 @@ def _load_query(
     return query.to(tl.float32) * factor
 
 
+@triton.constexpr_function
+def _join_asm(sub: int) -> str:
+    """PTX that makes four float16 of residuals, the bytes of $2, and the codes of sub-range `sub`, in those of $3."""
+    asm = f"shr.b32 t, $3, {2 * sub}; and.b32 t, t, 0x03030303; or.b32 t, t, 0x64646464; "
+    return "{ .reg .b32 t; " + asm + "prmt.b32 $0, $2, t, 0x5140; prmt.b32 $1, $2, t, 0x7362; }"
+
+
+@triton.jit
+def _levels(packed, rest, S: tl.constexpr, ASM: tl.constexpr):
+    """`256 * code + residual - 128` as float16, which holds it exactly; codes are those of sub-range S."""
+    if ASM:
+        JOIN: tl.constexpr = _join_asm(S)
+        levels = tl.inline_asm_elementwise(JOIN, "=&r,=&r,r,r", [rest, packed], tl.float16, is_pure=True, pack=4)
+    else:
+        bits = ((packed.to(tl.int16) >> (2 * S)) & 3) << 8 | rest.to(tl.int16)
+        levels = (bits | _ONES).to(tl.float16, bitcast=True)
+    return levels - _OFFSET
+
+
 @triton.jit
 def _add_products(
-    scores, bias, packed, query, rests, bounds, present, S: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr
+    scores,
+    bias,
+    packed,
+    query,
+    rests,
+    bounds,
+    present,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Adds sub-range S of the channels.
 
     Args:
         scores: `[blocks, BLOCK, GROUP]`, of what counts in units.
-        bias: `[blocks, GROUP]`, of the lows.
+        bias: `[blocks, SUB, GROUP]`, of the lows; to be summed over the second dimension.
         packed: `[blocks, BLOCK, SUB]` uint8.
         query: `[SUB, GROUP]`.
         rests: `[blocks]`, where each block's residual begins.
@@ -146,18 +175,20 @@ def _add_products(
     bound = bounds[:, None] + (S * BYTES + columns)[None, :]
     low = bfloat16_bits.to_float(tl.load(bound, mask=inside, other=0))
     step = bfloat16_bits.to_float(tl.load(bound + D, mask=inside, other=0))
-    # Codes are bytes: those of the highest sub-range need no mask.
-    codes = packed >> (2 * S) if S == 3 else (packed >> (2 * S)) & 3
-    mantissa = (codes.to(tl.int16) << 8) | rest.to(tl.int16)
-    levels = (mantissa | _ONES).to(tl.float16, bitcast=True) - _OFFSET
+    levels = _levels(packed, rest, S, ASM)
     folded = query[None, :, :] * step[:, :, None]
     if HALF:
         # A query so large that its product with a step leaves float16's range is kept at its end.
-        folded = tl.minimum(tl.maximum(folded, -_LARGEST_HALF), _LARGEST_HALF).to(tl.float16)
+        if ASM:
+            folded = tl.inline_asm_elementwise(
+                "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [folded], tl.float16, is_pure=True, pack=2
+            )
+        else:
+            folded = tl.minimum(tl.maximum(folded, -_LARGEST_HALF), _LARGEST_HALF).to(tl.float16)
         scores = tl.dot(levels, folded, scores)
     else:
         scores = tl.dot(levels.to(tl.float32), folded, scores, input_precision="ieee")
-    return scores, bias + tl.sum(query[None, :, :] * low[:, :, None], 1)
+    return scores, bias + query[None, :, :] * low[:, :, None]
 
 
 @triton.jit
@@ -267,6 +298,7 @@ def _split_attention_kernel(
     TILE_CELLS: tl.constexpr,
     HAS_LISTS: tl.constexpr,
     HALF: tl.constexpr,
+    ASM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     BLOCKS_PER_PAGE: tl.constexpr = PAGE_SIZE // BLOCK_SIZE
@@ -356,12 +388,21 @@ def _split_attention_kernel(
                     other=0.0,
                 )
                 scores = tl.zeros((TILE_BLOCKS, BLOCK_SIZE, GROUP), tl.float32)
-                bias = tl.zeros((TILE_BLOCKS, GROUP), tl.float32)
-                scores, bias = _add_products(scores, bias, packed, query0, rests, bounds, present, 0, HEAD_DIM, HALF)
-                scores, bias = _add_products(scores, bias, packed, query1, rests, bounds, present, 1, HEAD_DIM, HALF)
-                scores, bias = _add_products(scores, bias, packed, query2, rests, bounds, present, 2, HEAD_DIM, HALF)
-                scores, bias = _add_products(scores, bias, packed, query3, rests, bounds, present, 3, HEAD_DIM, HALF)
-                scores = tl.trans(tl.reshape(scores * _UNIT + bias[:, None, :], (TILE, GROUP)))
+                bias = tl.zeros((TILE_BLOCKS, SUB, GROUP), tl.float32)
+                scores, bias = _add_products(
+                    scores, bias, packed, query0, rests, bounds, present, 0, HEAD_DIM, HALF, ASM
+                )
+                scores, bias = _add_products(
+                    scores, bias, packed, query1, rests, bounds, present, 1, HEAD_DIM, HALF, ASM
+                )
+                scores, bias = _add_products(
+                    scores, bias, packed, query2, rests, bounds, present, 2, HEAD_DIM, HALF, ASM
+                )
+                scores, bias = _add_products(
+                    scores, bias, packed, query3, rests, bounds, present, 3, HEAD_DIM, HALF, ASM
+                )
+                scores = scores * _UNIT + tl.sum(bias, 1)[:, None, :]
+                scores = tl.trans(tl.reshape(scores, (TILE, GROUP)))
                 # Rows beyond the group repeat it: their results are not stored.
                 scores = tl.reshape(tl.broadcast_to(scores[None, :, :], (16 // GROUP, GROUP, TILE)), (16, TILE))
 
@@ -574,6 +615,7 @@ def split_attention(
         TILE_CELLS=attention_tail.TILE_CELLS,
         HAS_LISTS=block_lists is not None,
         HALF=q.dtype != torch.float32,
+        ASM=not INTERPRETED and q.dtype != torch.float32,
         ROWS=plan.PLAN_ROWS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
