@@ -10,6 +10,9 @@ from sparse_kernels import split_dequantise
 from sglang_sparse.dense_prefill import PrefillBatch, attend_to_prefixes
 from sglang_sparse.split.decode import SplitDecode
 
+PAGES_AT_ONCE = 256
+"""Pages whose values are copied at a time."""
+
 
 class SplitPrefill:
     """Dense attention of prefill batches. For each batch: `begin`, then `attend` for every layer in order, then `end`.
@@ -59,7 +62,11 @@ class SplitPrefill:
         def copy_prefix(r: int, both: torch.Tensor) -> None:
             pages = batch.page_table[r, : batch.prefix_lens[r] // g.page_size]
             split_dequantise(keys.codes, keys.low_step, keys.residual, pages, page_size=g.page_size, out=both[0])
-            both[1].unflatten(1, (len(pages), g.page_size)).copy_(values[pages.long()].permute(2, 0, 1, 3))
+            target = both[1].unflatten(1, (len(pages), g.page_size))
+            # In parts, whose copy by page is small beside the staging.
+            for first in range(0, len(pages), PAGES_AT_ONCE):
+                part = slice(first, first + PAGES_AT_ONCE)
+                target[:, part] = values[pages[part].long()].permute(2, 0, 1, 3)
 
         def make_room(shape: tuple[int, ...]) -> torch.Tensor:
             return self._staging[: math.prod(shape)].view(shape)

@@ -9,6 +9,7 @@ from sparse_kernels.split_keys import reconstruct
 from sglang_sparse.dense_prefill import PrefillBatch
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.split import prefill
 from sglang_sparse.split.decode import SplitDecode
 from sglang_sparse.split.prefill import SplitPrefill
 
@@ -92,7 +93,9 @@ class Pools:
             assert torch.equal(self.decode.open_keys[layer, row], self.k[layer, slots[length - opened :]])
 
 
-def test_chunks_prefixes_and_batches() -> None:
+@pytest.mark.parametrize("pages_at_once", [1, 3, 256])
+def test_chunks_prefixes_and_batches(pages_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "PAGES_AT_ONCE", pages_at_once)
     pools = Pools()
     first = [3, 17, 9, 30, 5]
     pools.run([first], [0], [64])
