@@ -13,7 +13,6 @@ from sglang_sparse.options import (
     DEFAULT_DELTA,
     ESTIMATORS,
     GROUPS,
-    KV_FORMATS,
     PATHS,
     RULES,
     TAILS,
@@ -21,6 +20,7 @@ from sglang_sparse.options import (
     SparseDecodeOptions,
     known_values,
 )
+from sglang_sparse.own_pool_options import KV_FORMATS
 
 _DEST = "sparse_decode"
 

@@ -16,16 +16,15 @@ from typing import Any
 from sglang_sparse import gammas
 from sglang_sparse.option_values import (
     FLAG,
-    LARGEST,
     check_choice,
     check_int,
     check_number,
     layer_numbers,
     parse_json,
-    parse_memory,
 )
 from sglang_sparse.option_values import OptionsError as OptionsError
 from sglang_sparse.option_values import flag as flag
+from sglang_sparse.own_pool_options import check_kv_format, check_offload
 
 ENVIRONMENT_VARIABLE = "SGLANG_SPARSE_DECODE_OPTIONS"
 """Carries the options, as JSON, from the process that parsed them to SGLang's scheduler processes."""
@@ -35,7 +34,6 @@ RULES = ("coverage", "top-k", "top-delta", "all")
 GROUPS = ("average", "every")
 TAILS = ("mean", "drop")
 PATHS = ("auto", "lists", "fused")
-KV_FORMATS = ("model", "split")
 DEFAULT_DELTA = 6.0
 SCORE_ESTIMATORS = ("thumbnail", "exact")
 """Estimators that guess single tokens' scores, which rule top-delta compares."""
@@ -160,89 +158,11 @@ class SparseDecodeOptions:
             object.__setattr__(self, "model", ModelShape.from_value(self.model))
         if type(self.allow_untested_sglang) is not bool:
             raise OptionsError(f"{flag('allow_untested_sglang')} is {self.allow_untested_sglang!r}: give true or false")
-        self._check_offload()
-        self._check_kv_format()
+        check_offload(self)
+        check_kv_format(self)
         check_number("audit_rate", self.audit_rate)
         if not 0 <= self.audit_rate <= 1:
             raise OptionsError(f"{flag('audit_rate')} is {self.audit_rate}: give a share of decode steps from 0 to 1")
-
-    def _check_offload(self) -> None:
-        if type(self.offload) is not bool:
-            raise OptionsError(f"{flag('offload')} is {self.offload!r}: give true or false")
-        given = {name: getattr(self, name) for name in ("host_memory", "hot_cache", "staging")}
-        for name, value in given.items():
-            if value is None:
-                continue
-            if not self.offload:
-                raise OptionsError(
-                    f"{flag(name)} has no effect without {flag('offload')}: add it or remove {flag(name)}"
-                )
-            if name == "staging":
-                check_int(name, value, 1)
-            else:
-                object.__setattr__(self, name, str(value))
-                parse_memory(str(value), flag(name), 1, "what there is")
-        shares = self.slot_shares
-        if not isinstance(shares, (list, tuple)) or any(
-            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= LARGEST
-            for share in shares
-        ):
-            raise OptionsError(f"config key 'slot_shares' is {shares!r}: give a number of 0 or more for each layer")
-        if shares and not any(shares):
-            raise OptionsError("config key 'slot_shares' has no share above 0: give one to layers that need slots")
-        object.__setattr__(self, "slot_shares", tuple(shares))
-        if self.slot_shares and not self.offload:
-            raise OptionsError(f"config key 'slot_shares' has no effect without {flag('offload')}: remove it")
-        if not self.offload:
-            return
-        if self.audit_rate == type(self).audit_rate:
-            # The audit reads all keys of a request, which are not on the GPU.
-            object.__setattr__(self, "audit_rate", 0.0)
-        for wrong, name, instead in (
-            (self.rule == "all", f"{flag('rule')} all", "coverage or top-k"),
-            (self.rule == "coverage" and self.lowest_gamma == 1, f"{self.gamma_name} 1", "a share below 1"),
-            (self.rule == "top-delta", f"{flag('rule')} top-delta", "coverage or top-k"),
-            (bool(self.dense_layers), flag("dense_layers"), "a gamma near 1 for these layers"),
-            (self.estimator == "exact", f"{flag('estimator')} exact", "thumbnail"),
-            (self.audit_rate != 0, flag("audit_rate"), "0"),
-        ):
-            if wrong:
-                raise OptionsError(f"{flag('offload')}: {name} reads keys of the GPU's pool: use {instead}")
-
-    def _check_kv_format(self) -> None:
-        check_choice("kv_format", self.kv_format, KV_FORMATS)
-        if self.kv_format == "model":
-            return
-        if self.audit_rate == type(self).audit_rate:
-            # The audit reads all keys of a request as they are.
-            object.__setattr__(self, "audit_rate", 0.0)
-        if self.thumbnail_bits == type(self).thumbnail_bits:
-            object.__setattr__(self, "thumbnail_bits", 2)
-        for wrong, name, instead in (
-            (self.offload, f"{flag('offload')}, which keeps keys as they are", f"remove {flag('offload')}"),
-            (
-                self.rule == "top-delta",
-                f"{flag('rule')} top-delta, which compares exact scores",
-                f"use {flag('rule')} coverage or top-k",
-            ),
-            (
-                self.estimator != "thumbnail",
-                f"{flag('estimator')} {self.estimator}",
-                f"use {flag('estimator')} thumbnail, whose codes are part of the keys",
-            ),
-            (
-                self.thumbnail_bits != 2,
-                f"{flag('thumbnail_bits')} {self.thumbnail_bits}",
-                f"use {flag('thumbnail_bits')} 2: the codes are part of the keys",
-            ),
-            (
-                self.audit_rate != 0,
-                f"{flag('audit_rate')} {self.audit_rate}, for which exact keys are read",
-                f"use {flag('audit_rate')} 0",
-            ),
-        ):
-            if wrong:
-                raise OptionsError(f"{flag('kv_format')} split does not go with {name}: {instead}")
 
     def check_kv_cache_dtype(self, kv_cache_dtype: str | None) -> None:
         """Raises OptionsError if SGLang's `--kv-cache-dtype` asks for quantised keys where they are split."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import _attention_plan as plan
-from . import _bfloat16_bits as bfloat16_bits
+from . import _split_tile as split_tile
 from . import attention_tail
 from ._attention_plan import AttentionWorkspace, check_attention
 from ._dispatch import INTERPRETED, use_triton
@@ -22,14 +22,9 @@ from ._score_tile import padded_group
 from .attention_tail import AttentionTail
 from .combine import LN_2, LOG2_E, combine
 from .sparse_attention import sparse_attention_reference
-from .split_keys import UNITS, ZERO, SplitKeys, reconstruct
+from .split_keys import UNITS, SplitKeys, reconstruct
 
 _UNIT: tl.constexpr = tl.constexpr(1 / UNITS)
-_ONES: tl.constexpr = tl.constexpr(0x6400)
-"""The float16 of 1024, whose last place is 1: the ten bits below it count units."""
-
-_OFFSET: tl.constexpr = tl.constexpr(1024.0 + ZERO)
-_LARGEST_HALF: tl.constexpr = tl.constexpr(65504.0)
 _MAX_OPEN_TILE = 64
 
 
@@ -83,166 +78,6 @@ def split_attention_reference(
             lse=None if lse is None else lse[one],
         )
         out[one] = attended.to(out.dtype)
-
-
-@triton.jit
-def _load_entries(list_ptr, positions, stop, HAS_LISTS: tl.constexpr):
-    """Block of each place in a row's list; 0 from `stop` on."""
-    if HAS_LISTS:
-        return tl.load(list_ptr + positions, mask=positions < stop, other=0)
-    return tl.where(positions < stop, positions, 0)
-
-
-@triton.jit
-def _load_pages(page_row_ptr, blocks, positions, stop, closed_blocks, BLOCKS_PER_PAGE: tl.constexpr):
-    """Physical page of each listed block of a closed page; -1 for others."""
-    return tl.load(
-        page_row_ptr + blocks // BLOCKS_PER_PAGE, mask=(positions < stop) & (blocks < closed_blocks), other=-1
-    )
-
-
-@triton.jit
-def _load_query(
-    query_ptr,
-    S: tl.constexpr,
-    query_stride,
-    factor,
-    D: tl.constexpr,
-    SUB: tl.constexpr,
-    G: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Sub-range S of a row's queries times a factor, `[SUB, GROUP]` fp32, zeros beyond channels and heads."""
-    columns = tl.arange(0, SUB)[:, None]
-    heads = tl.arange(0, GROUP)[None, :]
-    query = tl.load(
-        query_ptr + heads * query_stride + (S * (D // 4) + columns), mask=(columns < D // 4) & (heads < G), other=0.0
-    )
-    return query.to(tl.float32) * factor
-
-
-@triton.constexpr_function
-def _join_asm(sub: int) -> str:
-    """PTX that makes four float16 of residuals, the bytes of $2, and the codes of sub-range `sub`, in those of $3."""
-    asm = f"shr.b32 t, $3, {2 * sub}; and.b32 t, t, 0x03030303; or.b32 t, t, 0x64646464; "
-    return "{ .reg .b32 t; " + asm + "prmt.b32 $0, $2, t, 0x5140; prmt.b32 $1, $2, t, 0x7362; }"
-
-
-@triton.jit
-def _levels(packed, rest, S: tl.constexpr, ASM: tl.constexpr):
-    """`256 * code + residual - 128` as float16, which holds it exactly; codes are those of sub-range S."""
-    if ASM:
-        JOIN: tl.constexpr = _join_asm(S)
-        levels = tl.inline_asm_elementwise(JOIN, "=&r,=&r,r,r", [rest, packed], tl.float16, is_pure=True, pack=4)
-    else:
-        bits = ((packed.to(tl.int16) >> (2 * S)) & 3) << 8 | rest.to(tl.int16)
-        levels = (bits | _ONES).to(tl.float16, bitcast=True)
-    return levels - _OFFSET
-
-
-@triton.jit
-def _add_products(
-    scores,
-    bias,
-    packed,
-    query,
-    rests,
-    bounds,
-    present,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Adds sub-range S of the channels.
-
-    Args:
-        scores: `[blocks, BLOCK, GROUP]`, of what counts in units.
-        bias: `[blocks, SUB, GROUP]`, of the lows; to be summed over the second dimension.
-        packed: `[blocks, BLOCK, SUB]` uint8.
-        query: `[SUB, GROUP]`.
-        rests: `[blocks]`, where each block's residual begins.
-        bounds: `[blocks]`, where each page's low begins; bit patterns.
-        present: `[blocks]`; others count as 0.
-    """
-    BLOCK: tl.constexpr = packed.shape[1]
-    SUB: tl.constexpr = packed.shape[2]
-    BYTES: tl.constexpr = D // 4
-    columns = tl.arange(0, SUB)
-    inside = present[:, None] & (columns < BYTES)[None, :]
-    at = tl.arange(0, BLOCK)[None, :, None] * D + (S * BYTES + columns)[None, None, :]
-    rest = tl.load(rests[:, None, None] + at, mask=inside[:, None, :], other=0)
-    bound = bounds[:, None] + (S * BYTES + columns)[None, :]
-    low = bfloat16_bits.to_float(tl.load(bound, mask=inside, other=0))
-    step = bfloat16_bits.to_float(tl.load(bound + D, mask=inside, other=0))
-    levels = _levels(packed, rest, S, ASM)
-    folded = query[None, :, :] * step[:, :, None]
-    if HALF:
-        # A query so large that its product with a step leaves float16's range is kept at its end.
-        if ASM:
-            folded = tl.inline_asm_elementwise(
-                "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [folded], tl.float16, is_pure=True, pack=2
-            )
-        else:
-            folded = tl.minimum(tl.maximum(folded, -_LARGEST_HALF), _LARGEST_HALF).to(tl.float16)
-        scores = tl.dot(levels, folded, scores)
-    else:
-        scores = tl.dot(levels.to(tl.float32), folded, scores, input_precision="ieee")
-    return scores, bias + query[None, :, :] * low[:, :, None]
-
-
-@triton.jit
-def _add_tokens(highest, weight_sum, acc, scores, valid, v):
-    """A running softmax with scores `[16, T]`, times log2(e), and values `[T, D]`."""
-    scores = tl.where(valid[None, :], scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # While nothing was valid the maximum is -inf: shift by 0 so that no -inf - -inf arises.
-    shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    decay = tl.exp2(highest - shift)
-    weights = tl.exp2(scores - shift[:, None])
-    weight_sum = weight_sum * decay + tl.sum(weights, 1)
-    acc = acc * decay[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return new_highest, weight_sum, acc
-
-
-@triton.jit
-def _add_open_page(
-    highest,
-    weight_sum,
-    acc,
-    q,
-    keys,
-    key_stride,
-    values,
-    value_stride,
-    list_ptr,
-    blocks,
-    closed_blocks,
-    length,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_LISTS: tl.constexpr,
-):
-    """A running softmax with the listed blocks of an open page of `length` tokens, which are the last of the row's
-    `blocks`; `keys` and `values` point to its first token."""
-    channels = tl.arange(0, q.shape[1])
-    first_place = tl.maximum(blocks - PAGE // BLOCK, 0)
-    for start in tl.range(0, PAGE, TILE, num_stages=1):
-        position = start + tl.arange(0, TILE)
-        place = first_place + position // BLOCK
-        inner = (_load_entries(list_ptr, place, blocks, HAS_LISTS) - closed_blocks) * BLOCK + position % BLOCK
-        valid = (place < blocks) & (inner >= 0) & (inner < length)
-        inner = tl.where(valid, inner, 0)[:, None]
-        mask = valid[:, None] & (channels < HEAD_DIM)[None, :]
-        k = tl.load(keys + inner * key_stride + channels[None, :], mask=mask, other=0.0)
-        v = tl.load(values + inner * value_stride + channels[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        highest, weight_sum, acc = _add_tokens(highest, weight_sum, acc, scores, valid, v)
-    return highest, weight_sum, acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
@@ -341,10 +176,10 @@ def _split_attention_kernel(
             closed_blocks = seq_len // PAGE_SIZE * BLOCKS_PER_PAGE
             heads = h * G + queries
             query_ptr = q_ptr + b * q_stride_b + h * G * q_stride_h
-            query0 = _load_query(query_ptr, 0, q_stride_h, scale_log2, HEAD_DIM, SUB, G, GROUP)
-            query1 = _load_query(query_ptr, 1, q_stride_h, scale_log2, HEAD_DIM, SUB, G, GROUP)
-            query2 = _load_query(query_ptr, 2, q_stride_h, scale_log2, HEAD_DIM, SUB, G, GROUP)
-            query3 = _load_query(query_ptr, 3, q_stride_h, scale_log2, HEAD_DIM, SUB, G, GROUP)
+            query0 = split_tile.load_query(query_ptr, 0, q_stride_h, scale_log2, HEAD_DIM, SUB, G, GROUP)
+            query1 = split_tile.load_query(query_ptr, 1, q_stride_h, scale_log2, HEAD_DIM, SUB, G, GROUP)
+            query2 = split_tile.load_query(query_ptr, 2, q_stride_h, scale_log2, HEAD_DIM, SUB, G, GROUP)
+            query3 = split_tile.load_query(query_ptr, 3, q_stride_h, scale_log2, HEAD_DIM, SUB, G, GROUP)
             page_row_ptr = page_table_ptr + b * page_table_stride
             list_ptr = lists_ptr
             if HAS_LISTS:
@@ -359,14 +194,14 @@ def _split_attention_kernel(
             # List entries are loaded two tiles ahead and pages one tile ahead, as in sparse_attention; for values by
             # token, for keys by block.
             place = (first_tile * TILE + tile_tokens) // BLOCK_SIZE
-            entry = _load_entries(list_ptr, place, stop, HAS_LISTS)
-            entry_next = _load_entries(list_ptr, place + TILE_BLOCKS, stop, HAS_LISTS)
-            page = _load_pages(page_row_ptr, entry, place, stop, closed_blocks, BLOCKS_PER_PAGE)
+            entry = split_tile.load_entries(list_ptr, place, stop, HAS_LISTS)
+            entry_next = split_tile.load_entries(list_ptr, place + TILE_BLOCKS, stop, HAS_LISTS)
+            page = split_tile.load_pages(page_row_ptr, entry, place, stop, closed_blocks, BLOCKS_PER_PAGE)
             inner = entry % BLOCKS_PER_PAGE * BLOCK_SIZE + tile_tokens % BLOCK_SIZE
             k_place = first_tile * TILE_BLOCKS + tile_blocks
-            k_entry = _load_entries(list_ptr, k_place, stop, HAS_LISTS)
-            k_entry_next = _load_entries(list_ptr, k_place + TILE_BLOCKS, stop, HAS_LISTS)
-            k_page = _load_pages(page_row_ptr, k_entry, k_place, stop, closed_blocks, BLOCKS_PER_PAGE)
+            k_entry = split_tile.load_entries(list_ptr, k_place, stop, HAS_LISTS)
+            k_entry_next = split_tile.load_entries(list_ptr, k_place + TILE_BLOCKS, stop, HAS_LISTS)
+            k_page = split_tile.load_pages(page_row_ptr, k_entry, k_place, stop, closed_blocks, BLOCKS_PER_PAGE)
             k_inner = k_entry % BLOCKS_PER_PAGE * BLOCK_SIZE
             for tile in range(first_tile, stop_list):
                 present = k_page >= 0
@@ -389,16 +224,16 @@ def _split_attention_kernel(
                 )
                 scores = tl.zeros((TILE_BLOCKS, BLOCK_SIZE, GROUP), tl.float32)
                 bias = tl.zeros((TILE_BLOCKS, SUB, GROUP), tl.float32)
-                scores, bias = _add_products(
+                scores, bias = split_tile.add_products(
                     scores, bias, packed, query0, rests, bounds, present, 0, HEAD_DIM, HALF, ASM
                 )
-                scores, bias = _add_products(
+                scores, bias = split_tile.add_products(
                     scores, bias, packed, query1, rests, bounds, present, 1, HEAD_DIM, HALF, ASM
                 )
-                scores, bias = _add_products(
+                scores, bias = split_tile.add_products(
                     scores, bias, packed, query2, rests, bounds, present, 2, HEAD_DIM, HALF, ASM
                 )
-                scores, bias = _add_products(
+                scores, bias = split_tile.add_products(
                     scores, bias, packed, query3, rests, bounds, present, 3, HEAD_DIM, HALF, ASM
                 )
                 scores = scores * _UNIT + tl.sum(bias, 1)[:, None, :]
@@ -408,14 +243,16 @@ def _split_attention_kernel(
 
                 ahead = (tile + 1) * TILE_BLOCKS
                 place = ahead + tile_tokens // BLOCK_SIZE
-                page = _load_pages(page_row_ptr, entry_next, place, stop, closed_blocks, BLOCKS_PER_PAGE)
+                page = split_tile.load_pages(page_row_ptr, entry_next, place, stop, closed_blocks, BLOCKS_PER_PAGE)
                 inner = entry_next % BLOCKS_PER_PAGE * BLOCK_SIZE + tile_tokens % BLOCK_SIZE
-                entry_next = _load_entries(list_ptr, place + TILE_BLOCKS, stop, HAS_LISTS)
+                entry_next = split_tile.load_entries(list_ptr, place + TILE_BLOCKS, stop, HAS_LISTS)
                 k_place = ahead + tile_blocks
-                k_page = _load_pages(page_row_ptr, k_entry_next, k_place, stop, closed_blocks, BLOCKS_PER_PAGE)
+                k_page = split_tile.load_pages(
+                    page_row_ptr, k_entry_next, k_place, stop, closed_blocks, BLOCKS_PER_PAGE
+                )
                 k_inner = k_entry_next % BLOCKS_PER_PAGE * BLOCK_SIZE
-                k_entry_next = _load_entries(list_ptr, k_place + TILE_BLOCKS, stop, HAS_LISTS)
-                highest, weight_sum, acc = _add_tokens(highest, weight_sum, acc, scores, valid, v)
+                k_entry_next = split_tile.load_entries(list_ptr, k_place + TILE_BLOCKS, stop, HAS_LISTS)
+                highest, weight_sum, acc = split_tile.add_tokens(highest, weight_sum, acc, scores, valid, v)
 
             # The open page's blocks are the last of a list; the program that has the list's end reads them.
             if (first_tile < list_tiles) & (stop_tile >= list_tiles) & (seq_len % PAGE_SIZE != 0):
@@ -424,7 +261,7 @@ def _split_attention_kernel(
                 )
                 open_token = tl.load(open_rows_ptr + b).to(tl.int64) * PAGE_SIZE
                 open_page = tl.load(page_row_ptr + seq_len // PAGE_SIZE).to(tl.int64) * PAGE_SIZE
-                highest, weight_sum, acc = _add_open_page(
+                highest, weight_sum, acc = split_tile.add_open_page(
                     highest,
                     weight_sum,
                     acc,
