@@ -37,8 +37,8 @@ def servers(start_server: Any, smollm2: Path) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def all_blocks(servers: tuple[Any, Any]) -> Iterator[None]:
-    """Nothing but the format differs between the servers: where blocks are left out, a key that is a little different may
-    change which, and so what is said."""
+    """Nothing but the format differs between the servers: where blocks are left out, a key that differs may change
+    which, and so what is said."""
     for server in servers:
         server.flush()
         server.post("/sparse_decode", {"enabled": False}).raise_for_status()
