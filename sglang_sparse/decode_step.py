@@ -18,6 +18,7 @@ from sglang_sparse.observe.counters import DecodeCounters
 from sglang_sparse.observe.layer_clock import ATTENTION, ESTIMATE, RULE, LayerClock, layer_to_time
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection import PseudoMaximum, make_estimator, make_rule
+from sglang_sparse.split.sizes import read_bytes as split_read_bytes
 from sglang_sparse.summaries import PageSummaries
 from sglang_sparse.tail import make_tail
 
@@ -53,7 +54,9 @@ class DecodeStep:
         self.tail = make_tail(options, geometry)
         dense = set(options.dense_layers) if self.rule.needs_mass else set(range(layers))
         self.sparse_layers = [layer for layer in range(layers) if layer not in dense]
-        self.summaries = PageSummaries(self.estimator, self.sparse_layers, pages, device, self.tail)
+        # The keys of a split cache are summaries: all layers have them.
+        summarised = list(range(layers)) if options.kv_format == "split" else self.sparse_layers
+        self.summaries = PageSummaries(self.estimator, summarised, pages, device, self.tail)
         self.buffers = DecodeBuffers(
             geometry,
             max_requests=max_requests,
@@ -84,6 +87,7 @@ class DecodeStep:
             scan_bytes=self.estimator.scan_bytes() + (self.tail.summary_bytes() if self.tail else 0),
             min_context=options.min_context,
             device=device,
+            read_bytes=split_read_bytes(geometry) if options.kv_format == "split" else geometry.kv_bytes,
         )
         self.control = DecodeControl(options, self.buffers.thresholds, on_change=self.counters.mark)
         layer = layer_to_time(self.sparse_layers, layers) if timed else None
@@ -198,13 +202,22 @@ class DecodeStep:
             self.clock.end(layer, ATTENTION)
 
     def _select(
-        self, layer: int, q: torch.Tensor, k_pool: torch.Tensor, turn: slice, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        turn: slice,
+        scale: float,
+        page_table: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, AttentionTail | None]:
-        """Lists, counts and tail of a turn's requests; all None in layers that read everything."""
-        if layer not in self.summaries:
+        """Lists, counts and tail of a turn's requests; all None in layers that read everything.
+
+        `page_table` is the turn's, if `k_pool` has other pages than the step's table says.
+        """
+        if layer not in self.sparse_layers:
             return None, None, None
         b = self.buffers
-        page_table, seq_lens = b.page_table[turn], b.seq_lens[turn]
+        page_table, seq_lens = b.page_table[turn] if page_table is None else page_table, b.seq_lens[turn]
         rows = slice(0, q.shape[0])
         block_lists, block_counts = b.block_lists[rows], b.block_counts[layer, turn]
         maxima = b.maxima.rows(rows) if b.maxima else None

@@ -35,11 +35,12 @@ _RESULT_PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_proce
 PROCESS_DECODE = f"{_RESULT_PROCESSOR}.process_batch_result_decode"
 COLLECT_INFO = f"{_RESULT_PROCESSOR}._maybe_collect_customized_info"
 
-# With offload alone; a patched SGLang does not call these.
+# With a KV pool of our own alone; a patched SGLang does not call these.
 BUILD_KV_POOL = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool"
 ADD_ONE_REQUEST = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 ADD_CHUNKED_REQUEST = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
 OFFLOAD_HOOKS = (BUILD_KV_POOL, ADD_ONE_REQUEST, ADD_CHUNKED_REQUEST)
+SPLIT_HOOKS = (BUILD_KV_POOL, ADD_CHUNKED_REQUEST)
 
 MAIN_TARGETS = (ADD_CLI_ARGS, FROM_CLI_ARGS)
 TOKENIZER_TARGETS = (INIT_COMMUNICATORS, CREATE_TOKENIZED, GENERATE_REQUEST)

@@ -21,6 +21,7 @@ from sglang_sparse.options import (
     SparseDecodeOptions,
     known_values,
 )
+from sglang_sparse.own_pool_options import KV_FORMATS
 
 _DEST = "sparse_decode"
 
@@ -123,6 +124,12 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         "audit_rate",
         "Share of decode steps that measure one request's true coverage; 0 measures none.",
         type=float,
+    )
+    add(
+        "kv_format",
+        "What keys are kept as: in the model's dtype, or split into 2-bit codes, which the estimator reads, and 8-bit "
+        "residuals, which takes a sixth less memory. Sets --sparse-decode-thumbnail-bits to 2.",
+        metavar=_braces(KV_FORMATS),
     )
     add("offload", "Keep the KV cache in host memory, and on the GPU the blocks in use.", action="store_true")
     add(

@@ -16,16 +16,17 @@ from typing import Any
 from sglang_sparse import gammas
 from sglang_sparse.option_values import (
     FLAG,
-    LARGEST,
     check_choice,
     check_int,
     check_number,
     layer_numbers,
     parse_json,
-    parse_memory,
 )
 from sglang_sparse.option_values import OptionsError as OptionsError
 from sglang_sparse.option_values import flag as flag
+from sglang_sparse.own_pool_options import FLOAT8_HOST as FLOAT8_HOST
+from sglang_sparse.own_pool_options import HOST_DTYPES as HOST_DTYPES
+from sglang_sparse.own_pool_options import check_kv_format, check_offload
 
 ENVIRONMENT_VARIABLE = "SGLANG_SPARSE_DECODE_OPTIONS"
 """Carries the options, as JSON, from the process that parsed them to SGLang's scheduler processes."""
@@ -41,14 +42,12 @@ SCORE_ESTIMATORS = ("thumbnail", "exact")
 MASS_ESTIMATORS = ("thumbnail", "exact")
 """Estimators whose masses are close enough to the true ones to weigh values with; minmax and mean give bounds."""
 THUMBNAIL_BITS = (2, 3, 4)
-FLOAT8_HOST = "fp8_e4m3"
-HOST_DTYPES = ("model", FLOAT8_HOST)
 BLOCK_SIZES = (8, 16, 32, 64)
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_PAGE_SIZE = 64
 DEFAULT_MAX_REQUESTS = 64
-"""With offload: requests at once unless `--max-running-requests` says otherwise; each has a page of all layers on the
-GPU."""
+"""With a KV pool of our own: requests at once unless `--max-running-requests` says otherwise; each has an open page of
+all layers."""
 CONFIG_ONLY = ("page_size", "model", "gamma_by_head", "slot_shares")
 """Options that only a config file or Python can give."""
 
@@ -111,6 +110,8 @@ class SparseDecodeOptions:
     """One gamma for each layer and KV head, instead of `gamma`; without a flag."""
     allow_untested_sglang: bool = False
     """Whether to run on an SGLang release that sparse decode has not been tested with."""
+    kv_format: str = "model"
+    """What keys are kept as: in the model's dtype, or split into codes and residuals (docs/kv_format.md)."""
     offload: bool = False
     """Whether the KV cache is in host memory (docs/offload.md)."""
     host_memory: str | None = None
@@ -161,58 +162,26 @@ class SparseDecodeOptions:
             object.__setattr__(self, "model", ModelShape.from_value(self.model))
         if type(self.allow_untested_sglang) is not bool:
             raise OptionsError(f"{flag('allow_untested_sglang')} is {self.allow_untested_sglang!r}: give true or false")
-        self._check_offload()
+        check_offload(self)
+        check_kv_format(self)
         check_number("audit_rate", self.audit_rate)
         if not 0 <= self.audit_rate <= 1:
             raise OptionsError(f"{flag('audit_rate')} is {self.audit_rate}: give a share of decode steps from 0 to 1")
 
-    def _check_offload(self) -> None:
-        if type(self.offload) is not bool:
-            raise OptionsError(f"{flag('offload')} is {self.offload!r}: give true or false")
-        check_choice("host_dtype", self.host_dtype, HOST_DTYPES)
-        given = {name: getattr(self, name) for name in ("host_memory", "hot_cache", "staging")}
-        if self.host_dtype != type(self).host_dtype:
-            given = {"host_dtype": self.host_dtype} | given
-        for name, value in given.items():
-            if value is None:
-                continue
-            if not self.offload:
-                raise OptionsError(
-                    f"{flag(name)} has no effect without {flag('offload')}: add it or remove {flag(name)}"
-                )
-            if name == "host_dtype":
-                continue
-            if name == "staging":
-                check_int(name, value, 1)
-            else:
-                object.__setattr__(self, name, str(value))
-                parse_memory(str(value), flag(name), 1, "what there is")
-        shares = self.slot_shares
-        if not isinstance(shares, (list, tuple)) or any(
-            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= LARGEST
-            for share in shares
-        ):
-            raise OptionsError(f"config key 'slot_shares' is {shares!r}: give a number of 0 or more for each layer")
-        if shares and not any(shares):
-            raise OptionsError("config key 'slot_shares' has no share above 0: give one to layers that need slots")
-        object.__setattr__(self, "slot_shares", tuple(shares))
-        if self.slot_shares and not self.offload:
-            raise OptionsError(f"config key 'slot_shares' has no effect without {flag('offload')}: remove it")
-        if not self.offload:
-            return
-        if self.audit_rate == type(self).audit_rate:
-            # The audit reads all keys of a request, which are not on the GPU.
-            object.__setattr__(self, "audit_rate", 0.0)
-        for wrong, name, instead in (
-            (self.rule == "all", f"{flag('rule')} all", "coverage or top-k"),
-            (self.rule == "coverage" and self.lowest_gamma == 1, f"{self.gamma_name} 1", "a share below 1"),
-            (self.rule == "top-delta", f"{flag('rule')} top-delta", "coverage or top-k"),
-            (bool(self.dense_layers), flag("dense_layers"), "a gamma near 1 for these layers"),
-            (self.estimator == "exact", f"{flag('estimator')} exact", "thumbnail"),
-            (self.audit_rate != 0, flag("audit_rate"), "0"),
-        ):
-            if wrong:
-                raise OptionsError(f"{flag('offload')}: {name} reads keys of the GPU's pool: use {instead}")
+    def check_kv_cache_dtype(self, kv_cache_dtype: str | None) -> None:
+        """Raises OptionsError if SGLang's `--kv-cache-dtype` asks for quantised keys where they are split."""
+        if self.kv_format == "split" and kv_cache_dtype not in (None, "auto", "bf16", "bfloat16"):
+            raise OptionsError(
+                f"{flag('kv_format')} split does not go with --kv-cache-dtype {kv_cache_dtype}: it quantises keys "
+                f"itself and keeps values in the model's dtype; use --kv-cache-dtype auto, or {flag('kv_format')} model"
+            )
+
+    @property
+    def own_pool(self) -> str | None:
+        """What users call the option that asks for a KV pool of our own; None where SGLang's serves."""
+        if self.offload:
+            return flag("offload")
+        return f"{flag('kv_format')} split" if self.kv_format == "split" else None
 
     @property
     def resolved_tail(self) -> str:

@@ -20,7 +20,6 @@ from sglang_sparse import hook_targets, option_sources, support
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
 from sglang_sparse.options import DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
-from sglang_sparse.options import flag as option_flag
 
 if not compat.is_patched():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from sglang_sparse.backend import SparseDecodeBackend
     from sglang_sparse.observe.metrics import MetricsExporter
     from sglang_sparse.offload.hooks import OffloadHooks
+    from sglang_sparse.split.hooks import SplitHooks
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ _options: SparseDecodeOptions | None = None
 _backend: SparseDecodeBackend | None = None
 _metrics: MetricsExporter | None = None
 _memory_is_reserved = False
-_offload: OffloadHooks | None = None
+_own_pool: OffloadHooks | SplitHooks | None = None
+"""Hooks of a KV pool of our own, if the options ask for one."""
 
 
 def register() -> None:
@@ -128,7 +129,7 @@ def _from_cli_args(original: Callable, cls: type, namespace: argparse.Namespace)
 
 def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[str, Any]:
     """Checks server arguments, of which those at their default do not count; returns what sparse decode sets."""
-    compat.check_release(options.allow_untested_sglang, options.offload)
+    compat.check_release(options.allow_untested_sglang, options.own_pool)
     support.check_environment()
     defaults = compat.argument_defaults()
     given = {
@@ -136,14 +137,15 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
         for name, value in arguments.items()
         if value is not None and value != defaults.get(name) and not (value is False and defaults.get(name) is None)
     }
+    options.check_kv_cache_dtype(given.get("kv_cache_dtype"))
     support.check_arguments({name: value for name, value in given.items() if name in defaults})
     _verify_targets(hook_targets.SCHEDULER_TARGETS)
     page_size = given.get("page_size", options.page_size or DEFAULT_PAGE_SIZE)
     options.check_page_size(page_size)
     chosen = {"page_size": page_size, "decode_attention_backend": compat.BACKEND_NAME}
-    if options.offload:
+    if options.own_pool:
         if compat.is_patched():
-            raise OptionsError(f"{option_flag('offload')} needs the plugin: a patched SGLang does not have its hooks")
+            raise OptionsError(f"{options.own_pool} needs the plugin: a patched SGLang does not have its hooks")
         if "max_running_requests" not in given:
             chosen["max_running_requests"] = DEFAULT_MAX_REQUESTS
         if torch.cuda.is_available():
@@ -187,12 +189,12 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
 
 
 def _register_in_scheduler(options: SparseDecodeOptions) -> None:
-    global _offload
+    global _own_pool
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     from sglang_sparse.cpu.paged_allocator import alloc_decode, alloc_extend
 
-    compat.check_release(options.allow_untested_sglang, options.offload)
+    compat.check_release(options.allow_untested_sglang, options.own_pool)
     _verify_targets(hook_targets.SCHEDULER_TARGETS)
 
     def create_backend(model_runner: Any) -> SparseDecodeBackend:
@@ -209,13 +211,19 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
     hook(hook_targets.ALLOC_DECODE, alloc_decode, HookType.AROUND)
     for target, control_hook in scheduler_hooks(lambda: _backend).items():
         hook(target, control_hook, HookType.AROUND)
+    if not options.own_pool:
+        return
     if options.offload:
         from sglang_sparse.offload.hooks import OffloadHooks
 
-        _verify_targets(hook_targets.OFFLOAD_HOOKS)
-        _offload = OffloadHooks(options, _stop)
-        for target, offload_hook in _offload.by_target().items():
-            hook(target, offload_hook, HookType.AROUND)
+        _own_pool = OffloadHooks(options, _stop)
+    else:
+        from sglang_sparse.split.hooks import SplitHooks
+
+        _own_pool = SplitHooks(options, _stop)
+    _verify_targets(_own_pool.targets)
+    for target, pool_hook in _own_pool.by_target().items():
+        hook(target, pool_hook, HookType.AROUND)
 
 
 def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDecodeBackend:
@@ -229,11 +237,16 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
             raise OptionsError(
                 "memory for page summaries was not reserved: another plugin replaces SGLang's pool sizing"
             )
+        if _own_pool is not None:
+            _verify_hooks(_own_pool.targets)
         if options.offload:
             from sglang_sparse.offload.backend import OffloadDecodeBackend
 
-            _verify_hooks(hook_targets.OFFLOAD_HOOKS)
             _backend = OffloadDecodeBackend(model_runner, options)
+        elif options.own_pool:
+            from sglang_sparse.split.backend import SplitDecodeBackend
+
+            _backend = SplitDecodeBackend(model_runner, options)
         else:
             _backend = SparseDecodeBackend(model_runner, options)
         _metrics = MetricsExporter(_backend)
@@ -246,7 +259,7 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
 
 
 def _build_backend(original: Callable, *args: Any, model_runner: Any, backend_str: str, **kwargs: Any) -> Any:
-    if _backend is not None and _backend.step.options.offload and backend_str != compat.BACKEND_NAME:
+    if _backend is not None and _backend.step.options.own_pool and backend_str != compat.BACKEND_NAME:
         # SGLang's own would read prefixes from a pool on the GPU.
         return _backend.make_prefill(backend_str)
     backend = original(*args, model_runner=model_runner, backend_str=backend_str, **kwargs)
@@ -269,9 +282,9 @@ def _pool_configurator(options: SparseDecodeOptions) -> Callable:
         if configurator_owner.server_args.decode_attention_backend != compat.BACKEND_NAME:
             return inner
         try:
-            if options.offload:
-                assert _offload is not None
-                configurator = _offload.configurator(inner, configurator_owner)
+            configurator: Any
+            if _own_pool is not None:
+                configurator = _own_pool.configurator(inner, configurator_owner)
             else:
                 configurator = reserve(inner, options, **compat.cache_shape(configurator_owner))
         except Exception as error:

@@ -10,7 +10,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "sparse_decode"
 TESTED_RELEASES = ("0.5.17", "0.5.20", "0.5.23")
-OFFLOAD_RELEASES = ("0.5.17",)
+OWN_POOL_RELEASES = ("0.5.17",)
+"""With a KV pool of our own: offload and split keys."""
 
 POINTS_MODULE = "sglang.srt.sparse_decode_points"
 """An SGLang that is patched for sparse decode (patches/) has this module, and imports it."""
@@ -50,14 +51,17 @@ def decodes_nothing() -> bool:
     return getproctitle().startswith(("sglang::detokenizer", "sglang::data_parallel_controller"))
 
 
-def check_release(allow_untested: bool = False, offload: bool = False) -> None:
-    """Raises UnsupportedError unless the installed SGLang release has been tested, or `allow_untested`."""
+def check_release(allow_untested: bool = False, own_pool: str | None = None) -> None:
+    """Raises UnsupportedError unless the installed SGLang release has been tested, or `allow_untested`.
+
+    `own_pool` is what users call the option that asks for a KV pool of our own, if one does.
+    """
     release = importlib.metadata.version("sglang")
-    tested = OFFLOAD_RELEASES if offload else TESTED_RELEASES
+    tested = OWN_POOL_RELEASES if own_pool else TESTED_RELEASES
     if release.split("+")[0] in tested:
         return
     if not allow_untested:
-        what = option_flag("offload") if offload else "--sparse-decode"
+        what = own_pool or "--sparse-decode"
         raise UnsupportedError(
             f"SGLang {release} has not been tested with {what}: install one of {', '.join(tested)}, "
             f"or add {option_flag('allow_untested_sglang')}"
@@ -183,6 +187,14 @@ def end_chunk_with_page(adder: Any, req: Any) -> bool:
         end = min(chunk.start // page * page + page, len(req.full_untruncated_fill_ids))
     req.set_extend_range(chunk.start, end)
     return end < len(req.full_untruncated_fill_ids)
+
+
+def add_chunk_of_whole_pages(original: Callable, adder: Any, req: Any) -> Any:
+    """Goes around `PrefillAdder.add_chunked_req`: `end_chunk_with_page`."""
+    # SGLang returns the request if more of it is left for later batches.
+    if original(adder, req) is None:
+        return None
+    return req if end_chunk_with_page(adder, req) else None
 
 
 def context_tokens(owner: Any) -> int:

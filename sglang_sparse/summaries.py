@@ -7,6 +7,8 @@ closes.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from sglang_sparse.selection import Estimator
@@ -64,20 +66,49 @@ class PageSummaries:
         v_pool: torch.Tensor,
         pages: torch.Tensor,
         targets: torch.Tensor | None = None,
+        value_pages: torch.Tensor | None = None,
     ) -> None:
         """Summarises `pages` (`[n]`, closed; negative entries are skipped) of one layer; dense layers do nothing.
 
-        `targets` (`[n]`) are the pages that are summarised, if they have other numbers in these pools.
+        `targets` (`[n]`) are the pages that are summarised, if they have other numbers in these pools. `value_pages`
+        (`[n]`) are those of `v_pool`, if it numbers its pages as summaries do and not as `k_pool` does.
         """
         if layer not in self._layers:
             return
-        if self._tail and isinstance(self._estimator, ThumbnailEstimator):
+        if self._tail and isinstance(self._estimator, ThumbnailEstimator) and self._estimator.joins_means:
             means = self._means[layer]
             self._estimator.update_with_means(k_pool, v_pool, pages, self._layers[layer], means, targets)
             return
         self._estimator.update(k_pool, pages, self._layers[layer], targets)
-        if self._tail:
+        if not self._tail:
+            return
+        if value_pages is not None:
+            self._tail.update(v_pool, value_pages, self._means[layer])
+        else:
             self._tail.update(v_pool, pages, self._means[layer], targets)
+
+    def update_chunk(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool_slots: torch.Tensor,
+        lengths: list[int],
+        page_size: int,
+    ) -> None:
+        """Summarises the pages that a prefill batch fills, from its new tokens.
+
+        Args:
+            k, v: `[T, Hkv, D]`, the requests' tokens one after another; those of each begin with a page.
+            pool_slots: `[T]` int64, their places in the pool.
+            lengths: tokens of each request in the chunk; sum `T`.
+        """
+        for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
+            full = length // page_size
+            if full:
+                own = slice(start, start + full * page_size)
+                targets = pool_slots[own][::page_size] // page_size
+                self.update(layer, k[own], v[own], torch.arange(full, device=k.device), targets.contiguous())
 
     def stale_pages(self, layer: int, k_pool: torch.Tensor, v_pool: torch.Tensor, pages: torch.Tensor) -> int:
         """How many of `pages` (`[n]`, closed) have a summary that differs from one made anew from the pools."""

@@ -39,5 +39,12 @@ def test_bytes_of_a_group_are_those_of_its_layers() -> None:
     assert groups["last"].scan_bytes == 100
 
 
+def test_blocks_of_a_smaller_format_count_as_what_is_read_of_them() -> None:
+    reading = Reading(1, 0.5, 0.3, [[0.5, 0.5]], kv_bytes_by_layer=1000.0, scan_bytes_by_layer=[50.0], block_share=0.5)
+    group = by_layer_group(reading)["first"]
+    assert group.kept_bytes == 250
+    assert group.bytes_read_fraction == pytest.approx(0.3)
+
+
 def test_no_step_no_groups() -> None:
     assert by_layer_group(Reading(0, None, None, [])) == {}

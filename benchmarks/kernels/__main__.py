@@ -43,6 +43,10 @@ ON_REQUEST = (
     "block_gather",
     "block_store",
     "gather_overlap",
+    "split_attention",
+    "split_quantise",
+    "split_dequantise",
+    "split_store",
     "offload_step",
 )
 

@@ -26,6 +26,11 @@ from .slot_claim import slot_claim, slot_claim_reference
 from .slot_lookup import slot_lookup, slot_lookup_reference
 from .slot_maps import FetchList, SlotMaps
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
+from .split_attention import split_attention, split_attention_reference
+from .split_dequantise import split_dequantise, split_dequantise_reference
+from .split_keys import SplitKeys
+from .split_quantise import split_quantise, split_quantise_reference
+from .split_store import split_store, split_store_reference
 from .step_totals import step_totals
 from .stopwatch import stopwatch, stopwatch_reference, stopwatch_state
 from .thumbnail import thumbnail, thumbnail_reference, unpack_codes
@@ -41,6 +46,7 @@ __all__ = [
     "SelectionTap",
     "SlotMaps",
     "SlotSources",
+    "SplitKeys",
     "TapPoint",
     "block_gather",
     "block_gather_reference",
@@ -81,6 +87,14 @@ __all__ = [
     "snapshot_page_table_reference",
     "sparse_attention",
     "sparse_attention_reference",
+    "split_attention",
+    "split_attention_reference",
+    "split_dequantise",
+    "split_dequantise_reference",
+    "split_quantise",
+    "split_quantise_reference",
+    "split_store",
+    "split_store_reference",
     "step_totals",
     "stopwatch",
     "stopwatch_reference",

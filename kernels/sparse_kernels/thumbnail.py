@@ -38,8 +38,13 @@ def _ceil_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     return (((bits + 0xFFFF) >> 16) << 16).view(torch.float32).to(torch.bfloat16)
 
 
-def _quantise(keys: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes (uint8, shaped as the keys), low and step `[n, Hkv, D]` bfloat16 of fp32 keys `[n, page_size, Hkv, D]`."""
+def quantise(keys: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes of fp32 keys `[n, page_size, Hkv, D]` in plain torch.
+
+    Returns:
+        Codes (uint8, shaped as the keys), low and step `[n, Hkv, D]` bfloat16, and `(k - low) / step`, fp32, shaped as
+        the keys and 0 where the step is.
+    """
     levels = 2**bits - 1
     high = keys.amax(1)
     low = _floor_to_bfloat16(keys.amin(1))
@@ -52,10 +57,10 @@ def _quantise(keys: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
     step32 = step.float()
     ratio = (keys - low32[:, None]) / torch.where(step32 > 0, step32, 1.0)[:, None]
     ratio = torch.where((step32 > 0)[:, None], ratio, 0.0)
-    return (ratio + 0.5).floor().clamp(0, levels).to(torch.uint8), low, step
+    return (ratio + 0.5).floor().clamp(0, levels).to(torch.uint8), low, step, ratio
 
 
-def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Packs codes `[..., D]` into `[..., D * bits // 8]`; see `unpack_codes`."""
 
     def plane(values: torch.Tensor, width: int) -> torch.Tensor:
@@ -111,14 +116,14 @@ def thumbnail_reference(
         return
     slots = pages[:, None] * page_size + torch.arange(page_size, device=pages.device)
     keys = k_pool[slots.flatten()].float().view(len(pages), page_size, *k_pool.shape[1:])
-    quantised, low, step = _quantise(keys, bits)
-    codes[targets] = _pack(quantised, bits).transpose(1, 2)
+    quantised, low, step, _ = quantise(keys, bits)
+    codes[targets] = pack_codes(quantised, bits).transpose(1, 2)
     low_step[targets] = torch.stack((low, step), 2)
 
 
 @triton.jit
-def _quantise_tile(keys, LEVELS: tl.constexpr):
-    """Codes (int32, `[T, W]`), and the bit patterns of low and step (`[W]`) of fp32 keys `[T, W]`."""
+def quantise_tile(keys, LEVELS: tl.constexpr):
+    """Codes (int32, `[T, W]`), bit patterns of low and step (`[W]`) and `(k - low) / step` of fp32 keys `[T, W]`."""
     high = tl.max(keys, 0)
     low_bits = bfloat16_bits.floor_bits(tl.min(keys, 0))
     low = bfloat16_bits.to_float(low_bits)
@@ -130,7 +135,7 @@ def _quantise_tile(keys, LEVELS: tl.constexpr):
     ratio = tl.div_rn(keys - low[None, :], tl.where(step > 0, step, 1.0) + tl.zeros_like(keys))
     ratio = tl.where(step > 0, ratio, 0.0)
     codes = tl.minimum(tl.maximum(tl.floor(ratio + 0.5), 0.0), LEVELS).to(tl.int32)
-    return codes, low_bits, step_bits
+    return codes, low_bits, step_bits, ratio
 
 
 @triton.jit
@@ -164,7 +169,7 @@ def write_thumbnail(
     for s in tl.static_range(8 // LOW_BITS):
         channels = s * BYTES + column
         tile = tl.load(keys + channels[None, :], mask=column[None, :] < BYTES, other=0.0).to(tl.float32)
-        tile_codes, low_bits, step_bits = _quantise_tile(tile, LEVELS)
+        tile_codes, low_bits, step_bits, _ = quantise_tile(tile, LEVELS)
         packed |= (tile_codes & (2**LOW_BITS - 1)) << (s * LOW_BITS)
         tl.store(bounds + channels, low_bits.to(tl.int16), mask=column < BYTES)
         tl.store(bounds + D + channels, step_bits.to(tl.int16), mask=column < BYTES)
@@ -175,7 +180,7 @@ def write_thumbnail(
         bits = tl.zeros((PAGE, PLANE_WIDTH), tl.int32)
         for s in range(8):
             bit_keys = tl.load(keys + s * (D // 8) + bit_column, mask=bit_column < D // 8, other=0.0).to(tl.float32)
-            bit_codes, _, _ = _quantise_tile(bit_keys, LEVELS)
+            bit_codes, _, _, _ = quantise_tile(bit_keys, LEVELS)
             bits |= (bit_codes >> 2) << s
         tl.store(target + D // 4 + bit_column, bits.to(tl.uint8), mask=bit_column < D // 8)
 

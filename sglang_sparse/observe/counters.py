@@ -36,6 +36,8 @@ class Reading:
     """What dense decode would have read in each layer."""
     scan_bytes_by_layer: list[float] = dataclasses.field(default_factory=list)
     """Bytes of summaries and of open pages' keys that were read to choose."""
+    block_share: float = 1.0
+    """Bytes that attention reads of a block ÷ its key and value bytes in the model's dtype."""
 
 
 class DecodeCounters:
@@ -45,6 +47,7 @@ class DecodeCounters:
         sparse_layers: layers whose rules add to `kept_blocks`; the others read everything.
         scan_bytes: bytes a token of a closed page that the estimator reads per layer and KV head.
         min_context: requests below it are not scanned.
+        read_bytes: bytes that attention reads of a token of a block; None for those in the model's dtype.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class DecodeCounters:
         scan_bytes: float,
         min_context: int,
         device: torch.device | str,
+        read_bytes: float | None = None,
     ) -> None:
         self._geometry = geometry
+        self._block_share = 1.0 if read_bytes is None else read_bytes / geometry.kv_bytes
         self._scan_bytes = scan_bytes
         self._sparse_layers = sparse_layers
         self._min_context = min_context
@@ -115,7 +120,7 @@ class DecodeCounters:
         return Reading(
             totals["steps"],
             kept_fraction,
-            kept_fraction + len(self._sparse_layers) * scan_bytes / (layers * kv_bytes),
+            kept_fraction * self._block_share + len(self._sparse_layers) * scan_bytes / (layers * kv_bytes),
             (kept.double() / totals["blocks"]).tolist(),
             totals["tokens"],
             totals["blocks"],
@@ -123,6 +128,7 @@ class DecodeCounters:
             totals["scanned_steps"] if self._sparse_layers else 0,
             kv_bytes,
             [scan_bytes if layer in self._sparse_layers else 0.0 for layer in range(layers)],
+            self._block_share,
         )
 
 

@@ -42,6 +42,6 @@ def by_layer_group(reading: Reading) -> dict[str, GroupReading]:
     for layer, heads in enumerate(reading.kept_by_layer_and_head):
         group = groups.setdefault(layer_group(layer, layers), GroupReading())
         group.kv_bytes += reading.kv_bytes_by_layer
-        group.kept_bytes += reading.kv_bytes_by_layer * sum(heads) / len(heads)
+        group.kept_bytes += reading.block_share * reading.kv_bytes_by_layer * sum(heads) / len(heads)
         group.scan_bytes += reading.scan_bytes_by_layer[layer]
     return groups

@@ -13,11 +13,9 @@ from sglang_sparse import sglang_compat
 from sglang_sparse.backend import SparseDecodeBackend
 from sglang_sparse.observe.counters import Reading
 from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.self_check import SELF_CHECK_VARIABLE
 
 logger = logging.getLogger(__name__)
-
-SELF_CHECK_VARIABLE = "SGLANG_SPARSE_DECODE_SELF_CHECK"
-"""If set to 1, each read of `/server_info` recomputes the summaries of all live pages and reports differences."""
 
 
 def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:

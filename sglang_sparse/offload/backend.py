@@ -1,4 +1,4 @@
-"""The attention backends of an offloaded server: decode over slots, and prefill over staged prefixes."""
+"""The attention backend of an offloaded server: decode over slots, and prefill over staged prefixes."""
 
 from __future__ import annotations
 
@@ -10,75 +10,23 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sparse_kernels.slot_maps import TOTALS
 
 from sglang_sparse import sglang_compat, support
-from sglang_sparse.backend import SparseDecodeBackend, checked_geometry
+from sglang_sparse.backend import checked_geometry
 from sglang_sparse.geometry import table_pages
 from sglang_sparse.offload import prefill_attention, shares
 from sglang_sparse.offload.decode import OffloadedDecode
 from sglang_sparse.offload.kv_pool import OffloadKVPool
-from sglang_sparse.offload.prefill import PrefillBatch, StagedPrefill
+from sglang_sparse.offload.prefill import StagedPrefill
 from sglang_sparse.offload.streams import CudaStreams
 from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.own_pool_backend import OwnPoolDecodeBackend, OwnPoolPrefillBackend
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
-class OffloadPrefillBackend(AttentionBackend):
-    """Serves prefill batches; everything that they need is in the decode backend's pools."""
-
-    needs_cpu_seq_lens = False
-
-    def __init__(self, decode: OffloadDecodeBackend) -> None:
-        super().__init__()
-        self._decode = decode
-        self.token_to_kv_pool = decode.kv_pool
-        self.open_batch = False
-        """Whether a batch was announced whose last layer has not run."""
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        if not forward_batch.forward_mode.is_extend() or forward_batch.extend_seq_lens_cpu is None:
-            return
-        decode, page = self._decode, self._decode.step.geometry.page_size
-        prefixes = [int(length) for length in forward_batch.extend_prefix_lens_cpu]
-        extends = [int(length) for length in forward_batch.extend_seq_lens_cpu]
-        rows = forward_batch.req_pool_indices[: len(extends)]
-        longest = max((p + e for p, e in zip(prefixes, extends, strict=True)), default=0)
-        table = decode.req_to_token[rows.long(), :longest:page] // page
-        decode.prefill.begin(PrefillBatch(table.int(), prefixes, extends, rows))
-        self.open_batch = True
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **unsupported: Any,
-    ) -> torch.Tensor:
-        """Attention of one layer for a prefill batch: `q` is `[T, Hq * D]`, and so is the result."""
-        if k is None or v is None or not save_kv_cache or unsupported:
-            raise ValueError(f"layer {layer.layer_id}: offload needs keys and values in each layer, and nothing else")
-        g = self._decode.step.geometry
-        q = q.reshape(-1, g.query_heads, g.head_dim)
-        out = torch.empty_like(q)
-        heads = (-1, g.kv_heads, g.head_dim)
-        self._decode.prefill.attend(layer.layer_id, q, k.reshape(heads), v.reshape(heads), scale=layer.scaling, out=out)
-        if layer.layer_id == self._decode.layers - 1:
-            self._decode.prefill.end()
-            self.open_batch = False
-        return out.view(len(q), -1)
-
-    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise RuntimeError("a decode batch reached the prefill backend of offload")
-
-
-class OffloadDecodeBackend(SparseDecodeBackend):
+class OffloadDecodeBackend(OwnPoolDecodeBackend):
     """Serves decode batches from slots, open pages and the host pool."""
 
     def __init__(self, model_runner: ModelRunner, options: SparseDecodeOptions) -> None:
@@ -93,7 +41,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
         self.req_to_token = self._req_to_token = model_runner.req_to_token_pool.req_to_token
         rows, width = self.req_to_token.shape
         streams = CudaStreams(pool.device) if torch.device(pool.device).type == "cuda" else None
-        self.step = self.offloaded = OffloadedDecode(
+        self.step = self.own = self.offloaded = OffloadedDecode(
             options,
             geometry,
             pages=pool.pages,
@@ -105,7 +53,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             streams=streams,
             timed=sglang_compat.exports_metrics(model_runner),
         )
-        self.prefill = StagedPrefill(
+        self.prefill = self._staged = StagedPrefill(
             geometry,
             self.offloaded.host,
             self.offloaded.write_chunk,
@@ -119,44 +67,10 @@ class OffloadDecodeBackend(SparseDecodeBackend):
         self._prefill_backend: Any = None
         logger.info("Sparse decode with %s.", pool.sizes.describe())
 
-    def make_prefill(self, name: str) -> OffloadPrefillBackend:
-        """The prefill backend that belongs to this one; `name` is the one that SGLang would have built."""
-        self.prefill.attention = prefill_attention.choose(self.step.geometry, self.kv_pool.device, name)
-        self._prefill_backend = OffloadPrefillBackend(self)
-        return self._prefill_backend
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        if self._prefill_backend is None:
-            raise RuntimeError("offload has no prefill backend: another plugin builds it")
-        if not in_capture:
-            if self._prefill_backend.open_batch:
-                raise RuntimeError("the last prefill did not run through all layers of offload's prefill backend")
-            self.step.control.before_step()
-        batch = forward_batch.batch_size
-        rows = forward_batch.req_pool_indices[:batch]
-        self.offloaded.load(
-            self.req_to_token, rows, forward_batch.seq_lens[:batch], rows.int(), forward_batch.out_cache_loc
-        )
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **unsupported: Any,
-    ) -> torch.Tensor:
-        """Attention of one layer for one token a request: `q` is `[B, Hq * D]`, and so is the result."""
-        if k is None or v is None or not save_kv_cache or unsupported:
-            raise ValueError(f"layer {layer.layer_id}: offload needs keys and values in each layer, and nothing else")
-        g = self.step.geometry
-        q = q.reshape(-1, g.query_heads, g.head_dim)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        heads = (-1, g.kv_heads, g.head_dim)
-        self.offloaded.decode(layer.layer_id, q, k.reshape(heads), v.reshape(heads), scale=layer.scaling, out=out)
-        return out.view(q.shape[0], -1)
+    def make_prefill(self, name: str) -> OwnPoolPrefillBackend:
+        """As `OwnPoolDecodeBackend.make_prefill`; chooses what attends."""
+        self._staged.attention = prefill_attention.choose(self.step.geometry, self.kv_pool.device, name)
+        return super().make_prefill(name)
 
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, `[slots, Hkv, D]`, copied together from the host pool: for checks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from sglang_sparse.observe.layer_clock import ATTENTION
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.step import OffloadStep
 from sglang_sparse.offload.streams import Streams
+from sglang_sparse.open_pages import padded_places, point_at_rows
 from sglang_sparse.options import FLOAT8_HOST, SparseDecodeOptions
 
 
@@ -99,14 +99,7 @@ class OffloadedDecode(DecodeStep):
             lengths: tokens of each request in the chunk; sum `T`.
         """
         self.offload.write(layer, k, v, pool_slots, open_slots)
-        page = self.geometry.page_size
-        for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
-            full = length // page
-            if full:
-                own = slice(start, start + full * page)
-                targets = pool_slots[own][::page] // page
-                chunk_pages = torch.arange(full, device=k.device)
-                self.summaries.update(layer, k[own], v[own], chunk_pages, targets.contiguous())
+        self.summaries.update_chunk(layer, k, v, pool_slots, lengths, self.geometry.page_size)
 
     def load(
         self,
@@ -125,17 +118,13 @@ class OffloadedDecode(DecodeStep):
         """
         b, g, batch = self.buffers, self.geometry, len(seq_lens)
         b.load(req_to_token, req_pool_indices, seq_lens)
-        places = torch.nn.functional.pad(places[:batch].long(), (0, max(0, batch - len(places))))
+        places = padded_places(places, batch)
         self.offload.load(places, b.seq_lens[:batch], rows)
         closing = b.closing_pages[:batch]
         closing.copy_(torch.where(closing >= 0, places // g.page_size, -1))
         self._closing_rows[:batch] = torch.where(b.closing_pages[:batch] >= 0, rows, -1)
-        # Estimators find the keys of an open page by the page table: there it is the row. Of this entry nobody else
-        # reads anything; a page that is full has a summary, under its own number.
-        opened = b.seq_lens[:batch] % g.page_size != 0
-        last = (b.seq_lens[:batch] // g.page_size).long()[:, None].clamp_max(b.page_table.shape[1] - 1)
-        table = b.page_table[:batch]
-        table.scatter_(1, last, torch.where(opened[:, None], rows[:, None].int(), table.gather(1, last)))
+        # Of the entry of an open page nobody but estimators reads anything.
+        point_at_rows(b.page_table[:batch], b.seq_lens[:batch], rows, g.page_size)
 
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, out: torch.Tensor

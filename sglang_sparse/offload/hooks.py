@@ -18,13 +18,15 @@ class OffloadHooks:
         stop: ends the process with one line.
     """
 
+    targets = hook_targets.OFFLOAD_HOOKS
+
     def __init__(self, options: SparseDecodeOptions, stop: Callable[[BaseException], NoReturn]) -> None:
         self._options = options
         self._stop = stop
         self._pools: OffloadPoolConfigurator | None = None
 
     def by_target(self) -> dict[str, Callable]:
-        """Functions that go around those of `hook_targets.OFFLOAD_HOOKS`."""
+        """Functions that go around those of `targets`."""
 
         def build_kv_pool(original: Callable, owner: Any, *, max_total_num_tokens: int, **_: Any) -> Any:
             return self._build_kv_pool(owner, max_total_num_tokens)
@@ -33,16 +35,10 @@ class OffloadHooks:
             refused = self._refuse(adder, req)
             return original(adder, req, *args, **kwargs) if refused is None else refused
 
-        def add_chunked_request(original: Callable, adder: Any, req: Any) -> Any:
-            # SGLang returns the request if more of it is left for later batches.
-            if original(adder, req) is None:
-                return None
-            return req if compat.end_chunk_with_page(adder, req) else None
-
         return {
             hook_targets.BUILD_KV_POOL: build_kv_pool,
             hook_targets.ADD_ONE_REQUEST: add_one_request,
-            hook_targets.ADD_CHUNKED_REQUEST: add_chunked_request,
+            hook_targets.ADD_CHUNKED_REQUEST: compat.add_chunk_of_whole_pages,
         }
 
     def configurator(self, inner: Any, owner: Any) -> OffloadPoolConfigurator:

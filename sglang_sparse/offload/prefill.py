@@ -7,10 +7,10 @@ keys and values are written through to the host beside the forward stream: nothi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from sglang_sparse.dense_prefill import PrefillBatch
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.pools import HostPool
 from sglang_sparse.offload.prefill_attention import PrefillAttention, TorchAttention
@@ -21,32 +21,6 @@ LAYERS_STAGED = 2
 
 Write = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]], None]
 """`OffloadedDecode.write_chunk`."""
-
-
-@dataclass(frozen=True)
-class PrefillBatch:
-    """The requests of one prefill, their new tokens one after another."""
-
-    page_table: torch.Tensor
-    """`[R, max_pages]` int32, pages of each request, prefix and new tokens."""
-    prefix_lens: list[int]
-    """Tokens in the host pool already; whole pages."""
-    extend_lens: list[int]
-    """New tokens; sum `T`."""
-    rows: torch.Tensor
-    """`[R]`, rows of the open pages."""
-
-    def places(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`pool_slots [T]` int64 and `open_slots [T]` int32 of the new tokens, as `block_store` takes them."""
-        device = self.page_table.device
-        pool, opened = [], []
-        for r, (prefix, extend, row) in enumerate(zip(self.prefix_lens, self.extend_lens, self.rows, strict=True)):
-            position = torch.arange(prefix, prefix + extend, device=device)
-            page, inner = position // page_size, position % page_size
-            pool.append(self.page_table[r].long()[page] * page_size + inner)
-            is_open = page == (prefix + extend - 1) // page_size
-            opened.append(torch.where(is_open, row * page_size + inner, -1).int())
-        return torch.cat(pool), torch.cat(opened)
 
 
 class StagedPrefill:
@@ -96,8 +70,7 @@ class StagedPrefill:
         Raises ValueError if a prefix ends within a page, or if the prefixes exceed the staging.
         """
         g, device = self._geometry, batch.page_table.device
-        if any(prefix % g.page_size for prefix in batch.prefix_lens):
-            raise ValueError(f"prefix lengths are {batch.prefix_lens}; needed: multiples of page_size={g.page_size}")
+        batch.check(g.page_size)
         counts = [prefix // g.page_size for prefix in batch.prefix_lens]
         if sum(counts) > self.pages:
             raise ValueError(f"prefixes of {sum(counts)} pages exceed the staging of {self.pages}")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
+from sglang_sparse.dense_prefill import attend_to_prefixes
 from sglang_sparse.geometry import Geometry
 
 logger = logging.getLogger(__name__)
@@ -75,26 +75,19 @@ class TorchAttention:
         out: torch.Tensor,
     ) -> None:
         g = self._geometry
-        first_page = first = 0
-        for prefix, extend in self._lengths:
-            pages, own = prefix // g.page_size, slice(first, first + extend)
+        first_pages = list(itertools.accumulate((prefix // g.page_size for prefix, _ in self._lengths), initial=0))
+
+        def copy_prefix(r: int, both: torch.Tensor) -> None:
+            staged = staging[first_pages[r] : first_pages[r + 1]].permute(3, 1, 0, 2, 4, 5)
+            both.unflatten(2, staged.shape[2:5]).copy_(staged)
+
+        def make_room(shape: tuple[int, ...]) -> torch.Tensor:
             # The one copy of a prefix that `sizing` has room for.
-            both = torch.empty((2, g.kv_heads, prefix + extend, g.head_dim), dtype=g.dtype, device=q.device)
-            if pages:
-                staged = staging[first_page : first_page + pages].permute(3, 1, 0, 2, 4, 5)
-                both[:, :, :prefix].unflatten(2, staged.shape[2:5]).copy_(staged)
-            both[0, :, prefix:], both[1, :, prefix:] = k[own].transpose(0, 1), v[own].transpose(0, 1)
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                q[own].transpose(0, 1)[None],
-                both[0][None],
-                both[1][None],
-                attn_mask=causal_lower_right(extend, prefix + extend) if prefix else None,
-                is_causal=not prefix,
-                scale=scale,
-                enable_gqa=g.group_size > 1,
-            )
-            out[own] = attended[0].transpose(0, 1)
-            first_page, first = first_page + pages, first + extend
+            return torch.empty(shape, dtype=g.dtype, device=q.device)
+
+        attend_to_prefixes(
+            g, self._lengths, q, k, v, copy_prefix=copy_prefix, make_room=make_room, scale=scale, out=out
+        )
 
 
 class FlashAttention:

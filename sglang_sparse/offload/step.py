@@ -23,6 +23,7 @@ from sparse_kernels.slot_assign import IDLE
 
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.streams import PREFETCH, Streams
+from sglang_sparse.open_pages import OpenPages
 
 DEMAND, EXPECTED = 0, 1
 """Lags of stamps: what this step reads, and what it is expected to read."""
@@ -52,26 +53,12 @@ class OffloadStep:
         self.locations = torch.zeros(
             (max_requests, cache.geometry.kv_heads, max_blocks), dtype=torch.int32, device=device
         )
-        self.pool_slots = torch.full((max_requests,), -1, dtype=torch.int64, device=device)
-        self.open_slots = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
-        self.open_rows = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._open = OpenPages(cache.geometry.page_size, max_requests, device)
+        self.pool_slots, self.open_slots, self.open_rows = self._open.pool_slots, self._open.slots, self._open.rows
 
     def load(self, places: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Notes where the new token of each request goes. Runs outside the graph, before the step.
-
-        Args:
-            places: `[B]`, the new token's place in the pool; not used for padded rows.
-            seq_lens: `[B]` int32, the new token included; 0 for padded rows.
-            rows: `[B]`, each request's row of the open pages.
-        """
-        batch, page = len(seq_lens), self.cache.geometry.page_size
-        last = (seq_lens - 1).clamp_min(0)
-        used = seq_lens > 0
-        self.open_rows[:batch] = rows
-        self.pool_slots[:batch] = torch.where(used, places, -1)
-        self.open_slots[:batch] = torch.where(used, self.open_rows[:batch] * page + last % page, -1)
-        self.pool_slots[batch:] = -1
-        self.open_slots[batch:] = -1
+        """See `OpenPages.load`."""
+        self._open.load(places, seq_lens, rows)
 
     def begin(self) -> None:
         """The step's first operation, inside the graph: its epoch. A prefill batch that installs has one, too."""

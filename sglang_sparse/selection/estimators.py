@@ -15,6 +15,7 @@ from sparse_kernels import (
     block_mass_thumbnail,
     block_statistics,
     page_summary,
+    split_quantise,
     thumbnail,
 )
 
@@ -183,6 +184,8 @@ class ThumbnailEstimator:
     """A low-bit copy of every key: asymmetric codes, low and step per channel and page."""
 
     name = "thumbnail"
+    joins_means = True
+    """Whether `update_with_means` is there for it."""
 
     def __init__(self, geometry: Geometry, bits: int) -> None:
         self._geometry = geometry
@@ -248,7 +251,7 @@ class ThumbnailEstimator:
         out: torch.Tensor,
         block_max: torch.Tensor | None = None,
     ) -> None:
-        codes, low_step = summary
+        codes, low_step, *_ = summary
         block_mass_thumbnail(
             q,
             k_pool,
@@ -266,8 +269,44 @@ class ThumbnailEstimator:
         )
 
 
+class SplitKeyEstimator(ThumbnailEstimator):
+    """A thumbnail of two bits whose summary has the residuals too, with which it is the page's keys."""
+
+    joins_means = False
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry, 2)
+
+    def allocate(self, pages: int, device: torch.device | str) -> Summary:
+        g = self._geometry
+        residual = torch.zeros((pages, g.kv_heads, g.page_size, g.head_dim), dtype=torch.uint8, device=device)
+        return *super().allocate(pages, device), residual
+
+    def summary_bytes(self) -> float:
+        return super().summary_bytes() + self._geometry.head_dim
+
+    def scan_bytes(self) -> float:
+        return super().summary_bytes()
+
+    def update(
+        self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
+    ) -> None:
+        codes, low_step, residual = summary
+        split_quantise(
+            k_pool,
+            pages,
+            page_size=self._geometry.page_size,
+            codes=codes,
+            low_step=low_step,
+            residual=residual,
+            targets=targets,
+        )
+
+
 def make_estimator(options: SparseDecodeOptions, geometry: Geometry) -> Estimator:
     """The estimator that `options` name."""
+    if options.kv_format == "split":
+        return SplitKeyEstimator(geometry)
     if options.estimator == "exact":
         return ExactEstimator(geometry)
     if options.estimator == "thumbnail":

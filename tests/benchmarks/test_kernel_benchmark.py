@@ -14,6 +14,7 @@ from sparse_kernels import sparse_attention_reference
 from benchmarks import peers
 from benchmarks.errors import BenchmarkError
 from benchmarks.kernels import bench_sparse_attention as attention_benchmark
+from benchmarks.kernels import pages
 from benchmarks.kernels.bench_sparse_attention import bytes_to_move, make_lists, peer_inputs
 from benchmarks.kernels.common import Measurement, Suite, result_rows
 from benchmarks.peers import flashinfer_paged, flashinfer_variable, sdpa
@@ -229,9 +230,13 @@ def test_peers_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch, capsys: py
         ("block_gather", ["64 blocks of 8192 B, 8 programs", "64 blocks of 8192 B, 32 programs"]),
         ("offload_step", ["resident, kept 0.3", "2"]),
         ("block_store", ["decode, 3 tokens", "prefill, 2048 tokens"]),
+        ("split_attention", ["lists, kept 0.3, pool", "lists, kept 0.3, split"]),
+        ("split_quantise", ["keys, 1 pages", "keys, 8 pages"]),
+        ("split_dequantise", ["16 pages"]),
+        ("split_store", ["decode, 3 tokens", "prefill, 2048 tokens"]),
     ],
 )
-def test_operations_of_offload_are_checked_and_timed(
+def test_operations_of_own_pools_are_checked_and_timed(
     name: str, cases: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole run with clocks that stand still."""
@@ -242,7 +247,8 @@ def test_operations_of_offload_are_checked_and_timed(
             call()
         return 1e-3
 
-    monkeypatch.setattr(module, "time_in_turn", timed)
+    for timing in (module, pages):
+        monkeypatch.setattr(timing, "time_in_turn", timed, raising=False)
     if name == "block_gather":
         for constant, value in (("POOL_BYTES", 2**22), ("COUNTS", (8, 64)), ("PROGRAMS", (8, 32))):
             monkeypatch.setattr(module, constant, value)
