@@ -158,6 +158,10 @@ class OffloadDecodeBackend(SparseDecodeBackend):
         self.offloaded.decode(layer.layer_id, q, k.reshape(heads), v.reshape(heads), scale=layer.scaling, out=out)
         return out.view(q.shape[0], -1)
 
+    @property
+    def copies_are_exact(self) -> bool:
+        return not self.offloaded.host.float8
+
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, `[slots, Hkv, D]`, copied together from the host pool: for checks."""
         host = self.offloaded.host
