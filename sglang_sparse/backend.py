@@ -90,6 +90,11 @@ class SparseDecodeBackend(AttentionBackend):
             self.step.buffers.bytes / 1e9,
         )
 
+    @property
+    def copies_are_exact(self) -> bool:
+        """Whether `pool_copies` are the keys and values that summaries were made of."""
+        return True
+
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, `[slots, Hkv, D]`: for checks."""
         keys, values = self.kv_pool.get_kv_buffer(layer)

@@ -58,11 +58,13 @@ def _slot_assign_kernel(
 
         # Ages fall from the oldest by halves; the last few are 1, or 2 for a prefetch.
         ages = tl.maximum(_OLDEST >> tl.arange(0, _NUM_AGES), LAG + 1)
-        enough = tl.zeros((_NUM_AGES,), tl.int32)
+        counted = tl.zeros((_NUM_AGES, CHUNK), tl.int32)
         for first in range(0, slots, CHUNK):
             slot = first + chunk
             age = now - tl.load(own_stamp + slot, mask=slot < slots, other=now)
-            enough += tl.sum((age[None, :] >= ages[:, None]).to(tl.int32), 1)
+            # Summed up once, behind the loop: a sum goes over all warps.
+            counted += (age[None, :] >= ages[:, None]).to(tl.int32)
+        enough = tl.sum(counted, 1)
         threshold = tl.max(tl.where(enough >= misses, ages, LAG + 1))
 
         start = tl.load(hand + h)

@@ -144,6 +144,16 @@ def _resolve(location, map_ptr):
     return tl.where(slot >= 0, slot, location)
 
 
+@triton.jit
+def _decode_rows(tile, codes, scales, offset, rows, in_head, HEAD_DIM: tl.constexpr):
+    """`tile` `[TILE, D]` with those of `rows` replaced by what float8 blocks hold at `codes` and `scales` `[TILE]`."""
+    channels = tl.arange(0, tile.shape[1])
+    mask = rows[:, None] & in_head[None, :]
+    code = tl.load((codes + offset * HEAD_DIM)[:, None] + channels[None, :], mask=mask, other=0)
+    scale = tl.load(scales + offset, mask=rows, other=1).to(tl.int32)
+    return tl.where(mask, float8.decode(code, scale[:, None]).to(tile.dtype), tile)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
 def _slot_attention_kernel(
     q_ptr,
@@ -269,22 +279,18 @@ def _slot_attention_kernel(
                 at_k = tl.where(is_open, open_k_ptr + in_open, at_k)
                 kv_mask = valid[:, None] & in_head[None, :]
                 if FLOAT8:
-                    # Most tiles have no such block: their loads are masked.
                     is_direct = valid & (location < 0) & (location > _OPEN)
-                    direct_mask = is_direct[:, None] & in_head[None, :]
                     kv_mask = kv_mask & (is_direct == 0)[:, None]
-                    packed = host_ptr + unit * (2 * BLOCK_SIZE * (HEAD_DIM + 1))
-                    codes = (packed + offset * HEAD_DIM)[:, None] + channels[None, :]
-                    scales = packed + 2 * UNIT + offset
-                    k_codes = tl.load(codes, mask=direct_mask, other=0)
-                    v_codes = tl.load(codes + UNIT, mask=direct_mask, other=0)
-                    k_scale = tl.load(scales, mask=is_direct, other=1).to(tl.int32)[:, None]
-                    v_scale = tl.load(scales + BLOCK_SIZE, mask=is_direct, other=1).to(tl.int32)[:, None]
                 k = tl.load(at_k[:, None] + channels[None, :], mask=kv_mask, other=0.0)
                 v = tl.load(at_v[:, None] + channels[None, :], mask=kv_mask, other=0.0)
-                if FLOAT8:
-                    k = tl.where(direct_mask, float8.decode(k_codes, k_scale).to(k.dtype), k)
-                    v = tl.where(direct_mask, float8.decode(v_codes, v_scale).to(v.dtype), v)
+                if FLOAT8:  # noqa: SIM102 - a condition of the compiler's
+                    # Few tiles have such blocks; in a branch their loads take no shared memory from the others.
+                    if tl.max(is_direct.to(tl.int32), 0) > 0:
+                        packed = host_ptr + unit * (2 * BLOCK_SIZE * (HEAD_DIM + 1))
+                        k = _decode_rows(k, packed, packed + 2 * UNIT, offset, is_direct, in_head, HEAD_DIM)
+                        v = _decode_rows(
+                            v, packed + UNIT, packed + 2 * UNIT + BLOCK_SIZE, offset, is_direct, in_head, HEAD_DIM
+                        )
                 location = _resolve(location_next, own_map)
                 location_next = _load_locations(location_ptr, listed + 2 * TILE, limit, BLOCK_SIZE)
 

@@ -59,8 +59,9 @@ def live_state(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     return server_info(backend, scheduler) | {"since_change": since_change}
 
 
-def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int]:
-    """Compares the summaries of all live closed pages with ones made anew from the KV pool.
+def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int | None]:
+    """Compares the summaries of all live closed pages with ones made anew from the KV pool; None for stale pages if the
+    pool is rounded.
 
     Also counts what the pools hold, so that an idle server can be checked for leaks. Slow; waits for the device.
     """
@@ -72,11 +73,11 @@ def self_check(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, int]:
     stale = {
         layer: summaries.stale_pages(layer, *backend.pool_copies(layer), pages)
         for layer in range(pool.layer_num)
-        if layer in summaries
+        if layer in summaries and backend.copies_are_exact
     }
     return {
         "live_closed_pages": len(pages),
-        "stale_pages": max(stale.values(), default=0),
+        "stale_pages": max(stale.values(), default=0) if backend.copies_are_exact else None,
         "wrong_slots": backend.check_slots(),
         **sglang_compat.pool_usage(scheduler),
     }

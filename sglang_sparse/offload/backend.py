@@ -72,6 +72,10 @@ class OffloadDecodeBackend(OwnPoolDecodeBackend):
         self._staged.attention = prefill_attention.choose(self.step.geometry, self.kv_pool.device, name)
         return super().make_prefill(name)
 
+    @property
+    def copies_are_exact(self) -> bool:
+        return not self.offloaded.host.float8
+
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, `[slots, Hkv, D]`, copied together from the host pool: for checks."""
         host = self.offloaded.host

@@ -228,6 +228,8 @@ def test_peers_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch, capsys: py
         ("slot_assign", ["with lookup, 1"]),
         ("slot_attention", ["pool, kept 0.3", "slots, 0% direct, kept 0.3", "slots, 2% direct, kept 0.3"]),
         ("block_gather", ["64 blocks of 8192 B, 8 programs", "64 blocks of 8192 B, 32 programs"]),
+        ("block_unpack", ["64 blocks of 2080 B, 8 programs", "64 blocks of 2080 B, 32 programs"]),
+        ("slot_claim", ["with assign, no idle slot", "with assign, all in slots"]),
         ("offload_step", ["resident, kept 0.3", "2"]),
         ("block_store", ["decode, 3 tokens", "prefill, 2048 tokens"]),
         ("split_attention", ["lists, kept 0.3, pool", "lists, kept 0.3, split"]),
@@ -249,7 +251,7 @@ def test_operations_of_own_pools_are_checked_and_timed(
 
     for timing in (module, pages):
         monkeypatch.setattr(timing, "time_in_turn", timed, raising=False)
-    if name == "block_gather":
+    if name in ("block_gather", "block_unpack"):
         for constant, value in (("POOL_BYTES", 2**22), ("COUNTS", (8, 64)), ("PROGRAMS", (8, 32))):
             monkeypatch.setattr(module, constant, value)
     measured = list(module.run(replace(SUITE, kept=("0.3",), head_dim=64)))
