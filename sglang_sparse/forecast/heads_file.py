@@ -16,7 +16,7 @@ from .model_parts import Identity, ModelParts
 FORMAT = "sglang-sparse forecast heads 1"
 
 Heads = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
-"""By layer: weight `[Hkv * D, hidden]` and bias `[Hkv * D]` or None."""
+"""By layer: weight `[Hkv * R * D, hidden]` and bias `[Hkv * R * D]` or None; R divides the query heads of a KV head."""
 
 
 def write_heads(path: Path, heads: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]], identity: Identity) -> None:
@@ -30,6 +30,14 @@ def write_heads(path: Path, heads: Mapping[int, tuple[torch.Tensor, torch.Tensor
             tensors[f"layers.{layer}.bias"] = bias.detach().cpu().contiguous()
     about = {name: str(value) for name, value in dataclasses.asdict(identity).items()}
     write_bytes(path, save(tensors, metadata={"format": FORMAT, **about}))
+
+
+def _rows(tensors: Mapping[str, torch.Tensor], parts: ModelParts) -> int:
+    """Rows of a weight: those of the first, if so many vectors per KV head may be."""
+    one, most = parts.kv_heads * parts.head_dim, parts.layers[0].projection.weight.shape[0]
+    first = tensors.get(f"layers.{next(parts.forecastable(), 0)}.weight")
+    rows = 0 if first is None or first.ndim != 2 else first.shape[0]
+    return rows if rows and rows % one == 0 and most % rows == 0 else one
 
 
 def read_heads(path: Path, parts: ModelParts, flag: str) -> Heads:
@@ -46,7 +54,7 @@ def read_heads(path: Path, parts: ModelParts, flag: str) -> Heads:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise ForecastError(f"{where}: not a safetensors file ({' '.join(str(error).split())[:120]})") from None
     if about.get("format") != FORMAT:
@@ -59,7 +67,7 @@ def read_heads(path: Path, parts: ModelParts, flag: str) -> Heads:
                 f"{where}: was trained for another model, of {field} {shown[0]} and not {shown[1]}: train heads for "
                 "this model, or use query"
             )
-    rows = identity.kv_heads * identity.head_dim
+    rows = _rows(tensors, parts)
     expected = {f"layers.{layer}.weight": [rows, identity.hidden_size] for layer in parts.forecastable()}
     biases = {f"layers.{layer}.bias": [rows] for layer in parts.forecastable()}
     missing = sorted(set(expected) - set(tensors))

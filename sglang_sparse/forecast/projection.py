@@ -16,10 +16,11 @@ class Projection:
     """A normed hidden state to unrotated queries.
 
     Attributes:
-        weight: `[Hq * D, hidden]`, or `[Hkv * D, hidden]` if it is folded or trained.
-        bias: `[same rows]`, or None.
+        weight: `[heads * D, hidden]`; heads are query heads, or fewer if they are folded or trained.
+        bias: `[heads * D]`, or None.
         head_norm: `[D]`, weights of the RMS norm that each query head goes through, or None.
         head_norm_eps: of that norm.
+        input_scale: `[hidden]`, what the input is multiplied with first, or None.
     """
 
     weight: torch.Tensor
@@ -27,21 +28,23 @@ class Projection:
     head_dim: int
     head_norm: torch.Tensor | None = None
     head_norm_eps: float = 0.0
+    input_scale: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Queries `[T, heads, D]` of `x` `[T, hidden]`, in fp32."""
-        y = torch.nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        x = x.to(self.weight.dtype)
+        if self.input_scale is not None:
+            x = x * self.input_scale
+        y = torch.nn.functional.linear(x, self.weight, self.bias)
         y = y.unflatten(-1, (-1, self.head_dim)).float()
         if self.head_norm is not None:
             y = y * (y.square().mean(-1, keepdim=True) + self.head_norm_eps).rsqrt() * self.head_norm
         return y
 
-    def mean_queries(self, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """`[T, Hkv, D]` fp32: the mean of the query heads that share a KV head."""
-        return self(x).unflatten(1, (kv_heads, -1)).mean(2)
-
     def after(self, own_norm: torch.Tensor, norm_before: torch.Tensor) -> Projection:
         """This projection for the input of the layer before: as if the residual stream did not change in between.
+
+        It shares its weight with this one.
 
         Args:
             own_norm: `[hidden]`, norm weights of this projection's layer.
@@ -50,18 +53,22 @@ class Projection:
         own, before = own_norm.float(), norm_before.float()
         tiny = before.abs() <= TINY_GAMMA * before.abs().max()
         ratio = torch.where(tiny, 0.0, own / torch.where(tiny, 1.0, before))
-        return replace(self, weight=(self.weight.float() * ratio).to(self.weight.dtype))
+        return replace(self, input_scale=ratio.to(self.weight.dtype))
 
-    def folded(self, kv_heads: int) -> Projection:
-        """The mean over the heads of each group: `kv_heads` heads. Only without a norm by head is it the same."""
+    def folded(self, heads: int) -> Projection:
+        """A weight of its own, the input's scale in it, and of each group's heads the mean: `heads` are left.
 
-        def mean(tensor: torch.Tensor) -> torch.Tensor:
-            grouped = tensor.float().unflatten(0, (kv_heads, -1, self.head_dim))
-            return grouped.mean(1).flatten(0, 1).to(tensor.dtype)
-
+        Raises ValueError for a projection whose heads are normed, whose mean is no projection.
+        """
         if self.head_norm is not None:
             raise ValueError("the mean of normed heads is no projection")
-        return replace(self, weight=mean(self.weight), bias=None if self.bias is None else mean(self.bias))
+
+        def mean(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.unflatten(0, (heads, -1, self.head_dim)).mean(1).flatten(0, 1)
+
+        weight = self.weight.float() * (1 if self.input_scale is None else self.input_scale.float())
+        bias = None if self.bias is None else mean(self.bias.float()).to(self.bias.dtype)
+        return replace(self, weight=mean(weight).to(self.weight.dtype), bias=bias, input_scale=None)
 
     def linearised(self, x: torch.Tensor) -> Projection:
         """Without the norm by head: each head scaled by its mean factor over `x` (`[T, hidden]`)."""
@@ -73,7 +80,3 @@ class Projection:
         bias = None if self.bias is None else (self.bias.float() * rows).to(self.bias.dtype)
         weight = (self.weight.float() * rows[:, None]).to(self.weight.dtype)
         return replace(self, weight=weight, bias=bias, head_norm=None)
-
-    @property
-    def bytes(self) -> int:
-        return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)

@@ -46,9 +46,9 @@ class Rotary:
         return cls(torch.stack((cos[0, :, :half], sin[0, :, :half]), 1).float())
 
     def __call__(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`vectors` (`[T, H, D]`) rotated to `positions` (`[T]`); those beyond the table count as its last."""
+        """`vectors` (`[T, H, R, D]`) rotated to `positions` (`[T]`); those beyond the table count as its last."""
         cos, sin = self.cos_sin[positions.clamp(0, len(self.cos_sin) - 1)].unbind(1)
-        cos, sin = cos[:, None], sin[:, None]
+        cos, sin = cos[:, None, None], sin[:, None, None]
         size = 2 * cos.shape[-1]
         turned, rest = vectors[..., :size], vectors[..., size:]
         if self.interleaved:

@@ -11,9 +11,10 @@ from models import ARCHITECTURES, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, ran
 from sglang_sparse.forecast.errors import ForecastError
 from sglang_sparse.forecast.model_parts import parts_of_transformers
 from sglang_sparse.forecast.projection import Projection
-from sglang_sparse.forecast.projections import query_forecast
+from sglang_sparse.forecast.projections import folded_forecast, next_query, query_forecast
 
 TOKENS = 5
+GROUP = HEADS // KV_HEADS
 
 
 def true_queries(model: Any, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -51,13 +52,15 @@ def test_fold_is_the_true_query_of_an_unchanged_stream(architecture: str) -> Non
     for layer in expected_layers:
         queries = true_queries(model, layer, hidden, positions)
         assert queries.shape == (TOKENS, HEADS, HEAD_DIM)
-        summed = queries.unflatten(1, (KV_HEADS, -1)).sum(2)
+        grouped = queries.unflatten(1, (KV_HEADS, GROUP))
         x = model.model.layers[layer - 1].input_layernorm(hidden)[0]
-        made = forecast.vectors(layer, x, positions)
-        torch.testing.assert_close(made * (HEADS // KV_HEADS), summed, rtol=1e-3, atol=1e-3)
-        # The norm of the layer before has been undone: without that the vectors are others.
-        unfolded = parts.layers[layer].projection.mean_queries(x, KV_HEADS)
-        assert not torch.allclose(forecast._rotaries[layer](unfolded, positions), made, rtol=0.1, atol=0.1)
+        torch.testing.assert_close(forecast.vectors(layer, x, positions), grouped, rtol=1e-3, atol=1e-3)
+        if parts.layers[layer].projection.head_norm is None:
+            mean = folded_forecast(parts).vectors(layer, x, positions)
+            torch.testing.assert_close(GROUP * mean, grouped.sum(2, keepdim=True), rtol=1e-3, atol=1e-3)
+        # The norm of the layer before has been undone: without that the queries are others.
+        unscaled = parts.layers[layer].projection(x)
+        assert not torch.allclose(next_query(parts, layer)(x), unscaled, rtol=0.1, atol=0.1)
 
 
 def test_bias_is_part_of_the_query() -> None:
@@ -65,13 +68,15 @@ def test_bias_is_part_of_the_query() -> None:
     made = query_forecast(parts).vectors(1, torch.zeros(1, HIDDEN), torch.tensor([0]))
     bias = parts.layers[1].projection.bias
     assert bias is not None
-    torch.testing.assert_close(made[0], bias.view(KV_HEADS, -1, HEAD_DIM).mean(1))
+    torch.testing.assert_close(made[0], bias.view(KV_HEADS, GROUP, HEAD_DIM))
 
 
 def test_channels_that_a_norm_scaled_away_are_not_blown_up() -> None:
     projection = Projection(torch.ones(HEAD_DIM, 3), None, HEAD_DIM)
     made = projection.after(torch.tensor([2.0, 2.0, 2.0]), torch.tensor([1.0, 1e-9, 0.0]))
-    assert made.weight[0].tolist() == [2.0, 0.0, 0.0]
+    assert made.input_scale is not None
+    assert made.input_scale.tolist() == [2.0, 0.0, 0.0]
+    assert made.folded(1).weight[0].tolist() == [2.0, 0.0, 0.0]
 
 
 def test_normed_heads_can_be_made_linear() -> None:

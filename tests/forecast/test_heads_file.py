@@ -13,7 +13,7 @@ from sglang_sparse.forecast.choice import make_forecast
 from sglang_sparse.forecast.errors import ForecastError
 from sglang_sparse.forecast.heads_file import Heads, write_heads
 from sglang_sparse.forecast.model_parts import ModelParts, parts_of_transformers
-from sglang_sparse.forecast.projections import heads_forecast, query_forecast
+from sglang_sparse.forecast.projections import folded_forecast, heads_forecast
 
 FLAG = "--sparse-decode-forecast"
 ROWS = KV_HEADS * HEAD_DIM
@@ -29,7 +29,7 @@ def parts() -> ModelParts:
 
 
 def folded(parts: ModelParts) -> Heads:
-    made = query_forecast(parts).projections
+    made = folded_forecast(parts).projections
     return {layer: (projection.weight, projection.bias) for layer, projection in made.items()}
 
 
@@ -42,9 +42,19 @@ def test_heads_come_back_as_they_were_written(parts: ModelParts, tmp_path: Path)
     assert made.bytes == sum(w.nbytes + b.nbytes for w, b in heads.values() if b is not None)
     x, positions = torch.randn(3, HIDDEN), torch.tensor([0, 7, 31])
     for layer in heads:
-        expected = query_forecast(parts).vectors(layer, x, positions)
+        expected = folded_forecast(parts).vectors(layer, x, positions)
         torch.testing.assert_close(made.vectors(layer, x, positions), expected)
         assert torch.equal(heads_forecast(parts, heads).vectors(layer, x, positions), expected)
+
+
+def test_a_vector_for_each_query_head_is_possible(parts: ModelParts, tmp_path: Path) -> None:
+    path = tmp_path / "heads.safetensors"
+    heads = {layer: (parts.layers[layer].projection.weight, None) for layer in (1, 2, 3)}
+    write_heads(path, heads, parts.identity())
+    made = make_forecast(str(path), parts, FLAG)
+    assert made is not None
+    assert made.per_head == 3
+    assert made.vectors(1, torch.randn(2, HIDDEN), torch.zeros(2, dtype=torch.long)).shape == (2, KV_HEADS, 3, HEAD_DIM)
 
 
 def test_none_and_query_need_no_file(parts: ModelParts) -> None:
@@ -74,8 +84,12 @@ def test_heads_of_another_model_are_refused(parts: ModelParts, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            lambda heads: heads.update({layer: (torch.zeros(2 * ROWS, HIDDEN), None) for layer in heads}),
+            f"layers.1.weight is [{2 * ROWS}, {HIDDEN}] float32, expected [{ROWS}, {HIDDEN}] of floats",
+        ),
         (lambda heads: heads.pop(2), "lacks layers.2.weight"),
-        (lambda heads: heads.update({9: heads[1]}), "has an unknown tensor layers.9.bias"),
+        (lambda heads: heads.update({9: (heads[1][0].clone(), None)}), "has an unknown tensor layers.9.weight"),
         (
             lambda heads: heads.update({1: (torch.zeros(ROWS, HIDDEN + 1), None)}),
             f"layers.1.weight is [{ROWS}, {HIDDEN + 1}] float32, expected [{ROWS}, {HIDDEN}] of floats",
