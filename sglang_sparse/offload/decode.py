@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sglang_sparse.decode_step import DecodeStep
+from sglang_sparse.forecast.lookahead import Lookahead
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.layer_clock import ATTENTION
 from sglang_sparse.offload.pools import HostPool, HotCache
@@ -69,6 +70,9 @@ class OffloadedDecode(DecodeStep):
             streams=streams,
             workspace=self.buffers.attention,
         )
+        self.lookahead: Lookahead | None = None
+        """What prefetches, if anything does."""
+        self._batch = 0
         self._closing_rows = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
 
     @property
@@ -116,6 +120,8 @@ class OffloadedDecode(DecodeStep):
         b, g, batch = self.buffers, self.geometry, len(seq_lens)
         b.load(req_to_token, req_pool_indices, seq_lens)
         self.offload.load(b.page_table, b.seq_lens[:batch], rows)
+        if self.lookahead:
+            self.lookahead.begin(batch)
         self._closing_rows[:batch] = torch.where(b.closing_pages[:batch] >= 0, rows, -1)
         # Estimators find the keys of an open page by the page table: there it is the row. Of this entry nobody else
         # reads anything; a page that is full has a summary, under its own number.
@@ -135,12 +141,16 @@ class OffloadedDecode(DecodeStep):
             out: `[B, Hq, D]`, written; zeros for padded rows.
         """
         batch, cache = q.shape[0], self.cache
+        self._batch = batch
         if layer == 0:
             self.offload.begin()
+        if self.lookahead:
+            self.lookahead.score(layer)
         if self.clock:
             self.clock.enter(layer)
         self.offload.store(layer, k, v)
         open_k, open_v = cache.open_k[layer], cache.open_v[layer]
+        self.offload.streams.operation("summarise", reads=[("open", layer)], writes=[("summaries", layer)])
         self.summaries.update(
             layer, open_k, open_v, self._closing_rows[:batch], targets=self.buffers.closing_pages[:batch]
         )
@@ -156,6 +166,8 @@ class OffloadedDecode(DecodeStep):
         assert lists is not None
         assert counts is not None
         self.offload.fetch(layer, page_table, seq_lens, lists, counts)
+        if self.lookahead and turn.stop == self._batch:
+            self.lookahead.fetch(layer)
         self.offload.attend(
             layer,
             q,
