@@ -94,6 +94,11 @@ class DecodeStep:
         """`[layers, 4]` int64, see `sparse_kernels.slot_maps.TOTALS`; None if the KV cache is on the GPU."""
         return None
 
+    @property
+    def forecast_totals(self) -> torch.Tensor | None:
+        """`[layers, 2]` int64, see `forecast.lookahead.TOTALS`; None if nothing is prefetched."""
+        return None
+
     def attend(
         self,
         layer: int,

@@ -39,6 +39,15 @@ def audit_bytes(geometry: Geometry, max_pages: int) -> int:
     return blocks * geometry.kv_heads * (5 * geometry.group_size + 6) * 4 + max_pages * 4
 
 
+def forecast_bytes(geometry: Geometry, max_pages: int, max_requests: int) -> int:
+    """Bytes that forecasts need at most, beside trained weights and the inputs of a step: masses and what becomes of
+    them, lists and counts."""
+    blocks = max_pages * geometry.blocks_per_page
+    turn = requests_per_turn(geometry, max_pages, max_requests, False)
+    masses = turn * geometry.kv_heads * blocks * (2 * geometry.group_size * 4 + 40)
+    return masses + max_requests * geometry.kv_heads * (blocks + 2) * 4
+
+
 class SparsePoolConfigurator:
     """SGLang's KV pool configurator, told of less memory: what is left after summaries and step buffers.
 
@@ -96,6 +105,8 @@ def step_buffer_bytes(
     if options.offload:
         # Where each listed block is.
         reserved += max_requests * max_pages * geometry.blocks_per_page * geometry.kv_heads * 4
+        if options.resolved_forecast != "none":
+            reserved += forecast_bytes(geometry, max_pages, max_requests)
     if options.audit_rate > 0:
         reserved += audit_bytes(geometry, max_pages)
     return reserved

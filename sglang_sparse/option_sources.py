@@ -136,6 +136,14 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     )
     add("staging", "Tokens of cached prefixes that a prefill batch may have. Unless given: the context.", type=int)
     add(
+        "forecast",
+        "With offload: what names the next layer's blocks, which are then prefetched: none, query (the next layer's "
+        "own query projection), or a file of heads (python -m sglang_sparse.forecast.train). Answers do not depend on "
+        "it. Unless given: query.",
+        metavar="{none,query,FILE}",
+    )
+    add("forecast_budget", "MiB that may be prefetched for a layer in a step.", type=float, metavar="MIB")
+    add(
         "allow_untested_sglang",
         "Run on an SGLang release that sparse decode has not been tested with.",
         action="store_true",

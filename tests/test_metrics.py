@@ -158,7 +158,9 @@ def test_hits_and_misses_of_offload() -> None:
     assert made.value("offload_blocks_total", kind="hits") is None
     totals = torch.zeros((LAYERS, 4), dtype=torch.int64)
     made = Exported()
-    step: Any = SimpleNamespace(**{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals)
+    step: Any = SimpleNamespace(
+        **{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals, forecast_totals=None
+    )
     made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
     made.count([160], [[0, 0], [7, 3], [5, 5]])
     assert made.value("offload_blocks_total", kind="misses") == 0
@@ -170,4 +172,23 @@ def test_hits_and_misses_of_offload() -> None:
         6,
         3,
     ]
-    assert made.value("offload_missed_bytes_total") == 15 * 16 * 2 * 64 * 4
+    block_bytes = 16 * 2 * 64 * 4
+    assert made.value("offload_missed_bytes_total") == 15 * block_bytes
+    assert made.value("forecast_bytes_total", kind="used") is None
+
+
+def test_what_forecasts_hide() -> None:
+    made = Exported()
+    totals = {name: torch.zeros((LAYERS, n), dtype=torch.int64) for name, n in (("offload", 4), ("forecast", 2))}
+    own = {name: getattr(made.step, name) for name in vars(made.step)}
+    step: Any = SimpleNamespace(**own, offload_totals=totals["offload"], forecast_totals=totals["forecast"])
+    made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
+    made.count([160], [[0, 0], [7, 3], [5, 5]])
+    assert made.value("forecast_bytes_total", kind="wasted") == 0
+    totals["offload"] += torch.tensor([30, 5, 2, 1])
+    totals["forecast"] += torch.tensor([25, 15])
+    made.exporter.when_idle(made.reporter)
+    block_bytes = 16 * 2 * 64 * 4
+    assert made.value("forecast_bytes_total", kind="used") == 45 * block_bytes
+    assert made.value("forecast_bytes_total", kind="wasted") == 30 * block_bytes
+    assert made.value("forecast_hidden_fraction") == 0.75

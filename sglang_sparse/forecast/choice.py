@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .heads_file import read_heads
 from .model_parts import ModelParts
-from .projections import ProjectedForecast, heads_forecast, query_forecast
+from .projections import heads_forecast, query_forecast
 from .protocol import Forecast
 
 NONE, QUERY = "none", "query"
@@ -19,9 +19,6 @@ def make_forecast(choice: str, parts: ModelParts, flag: str) -> Forecast | None:
     """
     if choice == NONE:
         return None
-    made: ProjectedForecast
     if choice == QUERY:
-        made = query_forecast(parts)
-    else:
-        made = heads_forecast(parts, read_heads(Path(choice), parts, flag))
-    return made
+        return query_forecast(parts)
+    return heads_forecast(parts, read_heads(Path(choice), parts, flag))

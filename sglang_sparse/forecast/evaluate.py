@@ -18,10 +18,10 @@ from .errors import ForecastError
 
 PROGRAM = "sglang_sparse.forecast.evaluate"
 SUMMARIES = ("thumbnail", "block-mean", "page-mean", "page-midpoint")
-HELP = """Decodes with a model under the server's settings, keeps a cache of blocks for each layer and KV head, and tells
-which share of the blocks that a step misses each forecast would have prefetched, at equal bytes. Predictors: none; the
-previous step's queries; query; query folded to one vector per KV head; with --heads trained ones; the step's true
-queries, the bound of what the summaries allow; an oracle."""
+HELP = """Decodes with a model under the server's settings, keeps a cache of blocks for each layer and KV head, and
+tells which share of the blocks that a step misses each forecast would have prefetched, at equal bytes. Predictors:
+none; the previous step's queries; query; query folded to one vector per KV head; with --heads trained ones; the step's
+true queries, the bound of what the summaries allow; an oracle."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,8 +1,8 @@
 """Forecast and prefetch in decode steps of an offloaded cache: layer l's input names blocks of layer l + 1.
 
-For each layer l, beside the forward stream: `score` as soon as the layer's input is there, which chooses blocks of layer
-l + 1 that are in no slot, and `fetch` once layer l has fetched what it misses, so that copies which somebody waits for
-go first. Both are over when layer l + 1 stores its keys. Nothing here waits for the device or branches on data.
+For each layer l, beside the forward stream: `score` as soon as the layer's input is there, which chooses blocks of
+layer l + 1 that are in no slot, and `fetch` once layer l has fetched what it misses, so that copies which somebody
+waits for go first. Both are over when layer l + 1 stores its keys. Nothing here waits for the device or branches on data.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.geometry import Geometry
 from sglang_sparse.memory import requests_per_turn
-from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection import make_estimator
 
 from .protocol import Forecast
@@ -176,21 +174,14 @@ class Lookahead:
         self.totals[layer, 1] += used.sum()
 
 
-def buffer_bytes(options: SparseDecodeOptions, geometry: Geometry, max_pages: int, max_requests: int) -> int:
-    """Bytes that forecasts need on the GPU beside their weights and the inputs of a step, at most."""
-    turn = requests_per_turn(geometry, max_pages, max_requests, False)
-    blocks = max_pages * geometry.blocks_per_page
-    # Masses, and in passing their shares and what becomes of them.
-    masses = turn * geometry.kv_heads * blocks * (2 * geometry.group_size * 4 + 40)
-    return masses + max_requests * geometry.kv_heads * (blocks + 2) * 4
-
-
-def report(lookahead: Lookahead, misses: int, block_bytes: int) -> dict[str, Any]:
-    """What forecasts did since start, as `/server_info` shows it.
+def report(lookahead: Lookahead | None, misses: int, block_bytes: int) -> dict[str, Any] | None:
+    """What forecasts did since start, as `/server_info` shows it; None if there are none.
 
     Args:
         misses: blocks that steps missed all the same.
     """
+    if lookahead is None:
+        return None
     prefetched, used = lookahead.totals.sum(0).tolist()
     missing = used + misses
     return {

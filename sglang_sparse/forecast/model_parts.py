@@ -130,6 +130,11 @@ def _projection(attention: Any, architecture: str, query_heads: int, head_dim: i
     rows = query_heads * head_dim
     module = getattr(attention, "q_proj", None) or attention.qkv_proj
     weight = getattr(module, "weight", None)
+    if getattr(module, "use_intel_amx_backend", False):
+        raise ForecastError(
+            f"the query projection of {architecture} is packed for AMX, which forecasts cannot read: use "
+            "--sparse-decode-forecast none"
+        )
     _check(architecture, weight, rows, "query projection")
     assert weight is not None
     bias = getattr(module, "bias", None)
@@ -169,7 +174,7 @@ def parts_of_transformers(model: Any, positions: int) -> ModelParts:
 
 
 def parts_of_sglang(model: Any) -> ModelParts:
-    """Parts of a model that SGLang serves, without tensor parallelism. Raises ForecastError if it is of another kind."""
+    """Parts of a model that SGLang serves without tensor parallelism; raises ForecastError if it is of another kind."""
     architecture = type(model).__name__
     check_architecture(architecture)
     rotaries: dict[int, Rotary] = {}

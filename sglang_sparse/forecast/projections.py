@@ -56,7 +56,7 @@ def folded_forecast(parts: ModelParts) -> ProjectedForecast:
 def heads_forecast(
     parts: ModelParts, weights: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]
 ) -> ProjectedForecast:
-    """`heads`: trained projections, `[Hkv * R * D, hidden]` and `[Hkv * R * D]` or None by layer, in the model's type."""
+    """`heads`: trained projections, by layer `[Hkv * R * D, hidden]` and `[Hkv * R * D]` or None."""
     made = {}
     for layer, (weight, bias) in weights.items():
         like = parts.layers[layer].projection.weight

@@ -11,6 +11,8 @@ from sparse_kernels.slot_maps import TOTALS
 
 from sglang_sparse import sglang_compat, support
 from sglang_sparse.backend import SparseDecodeBackend, checked_geometry
+from sglang_sparse.forecast import lookahead
+from sglang_sparse.forecast.server import install_lookahead
 from sglang_sparse.geometry import table_pages
 from sglang_sparse.offload.decode import OffloadedDecode
 from sglang_sparse.offload.kv_pool import OffloadKVPool
@@ -42,6 +44,8 @@ class OffloadPrefillBackend(AttentionBackend):
         if not forward_batch.forward_mode.is_extend() or forward_batch.extend_seq_lens_cpu is None:
             return
         decode, page = self._decode, self._decode.step.geometry.page_size
+        if decode.offloaded.lookahead:
+            decode.offloaded.lookahead.begin(0)
         prefixes = [int(length) for length in forward_batch.extend_prefix_lens_cpu]
         extends = [int(length) for length in forward_batch.extend_seq_lens_cpu]
         rows = forward_batch.req_pool_indices[: len(extends)]
@@ -104,6 +108,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             streams=streams,
             timed=sglang_compat.exports_metrics(model_runner),
         )
+        install_lookahead(model_runner.model, self.offloaded, options, [layer.scaling for layer in layers])
         self.prefill = StagedPrefill(
             geometry,
             self.offloaded.host,
@@ -171,6 +176,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             "staging_tokens": sizes.staging_tokens,
             **totals,
             "missed_bytes": totals["misses"] * block_bytes,
+            "forecast": lookahead.report(self.offloaded.lookahead, totals["misses"], block_bytes),
         }
 
     def check_slots(self) -> int:

@@ -79,6 +79,10 @@ class OffloadedDecode(DecodeStep):
     def offload_totals(self) -> torch.Tensor:
         return self.cache.totals
 
+    @property
+    def forecast_totals(self) -> torch.Tensor | None:
+        return self.lookahead.totals if self.lookahead else None
+
     def write_chunk(
         self,
         layer: int,

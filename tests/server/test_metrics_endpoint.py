@@ -111,8 +111,8 @@ def check_names(samples: Samples) -> None:
     ours = {name for name in samples if name.startswith(PREFIX)}
     documented = set(re.findall(rf"`({PREFIX}\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
     families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in ours}
-    # Those of offload are there with offload alone: `tests/test_metrics.py`.
-    assert families == {name for name in documented if not name.startswith(f"{PREFIX}offload_")}
+    # Those of offload and forecasts are there with offload alone: `tests/test_metrics.py`.
+    assert families == {name for name in documented if not name.startswith((f"{PREFIX}offload_", f"{PREFIX}forecast_"))}
 
     sglangs = {name for labels, _ in samples["sglang:num_running_reqs"] for name in labels}
     for name in ours:
