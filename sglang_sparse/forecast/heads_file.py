@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from .errors import ForecastError
 from .model_parts import Identity, ModelParts
 
 FORMAT = "sglang-sparse forecast heads 1"
+METADATA = "forecast"
+"""Entry of the file's metadata that holds the model's identity, as JSON."""
 
 Heads = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
 """By layer: weight `[Hkv * R * D, hidden]` and bias `[Hkv * R * D]` or None; R divides the query heads of a KV head."""
@@ -28,8 +31,9 @@ def write_heads(path: Path, heads: Mapping[int, tuple[torch.Tensor, torch.Tensor
         tensors[f"layers.{layer}.weight"] = weight.detach().cpu().contiguous()
         if bias is not None:
             tensors[f"layers.{layer}.bias"] = bias.detach().cpu().contiguous()
-    about = {name: str(value) for name, value in dataclasses.asdict(identity).items()}
-    write_bytes(path, save(tensors, metadata={"format": FORMAT, **about}))
+    # One entry: several would come in any order, and the same heads would not make the same file.
+    about = json.dumps({"format": FORMAT, **dataclasses.asdict(identity)})
+    write_bytes(path, save(tensors, metadata={METADATA: about}))
 
 
 def _rows(tensors: Mapping[str, torch.Tensor], parts: ModelParts) -> int:
@@ -53,16 +57,18 @@ def read_heads(path: Path, parts: ModelParts, flag: str) -> Heads:
         raise ForecastError(f"{where}: there is no such file: give none, query, or a file of trained heads")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            about = file.metadata() or {}
+            about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ForecastError(f"{where}: not a safetensors file ({' '.join(str(error).split())[:120]})") from None
-    if about.get("format") != FORMAT:
+        raise ForecastError(
+            f"{where}: not a safetensors file of heads ({' '.join(str(error).split())[:120]})"
+        ) from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ForecastError(f"{where}: holds no forecast heads: make some with python -m sglang_sparse.forecast.train")
     identity = parts.identity()
     for field, own in dataclasses.asdict(identity).items():
-        if about.get(field) != str(own):
-            shown = [(text or "nothing")[:16] for text in (about.get(field), str(own))]
+        if about.get(field) != own:
+            shown = [str(value)[:16] for value in (about.get(field, "nothing"), own)]
             raise ForecastError(
                 f"{where}: was trained for another model, of {field} {shown[0]} and not {shown[1]}: train heads for "
                 "this model, or use query"

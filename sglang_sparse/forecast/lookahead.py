@@ -2,7 +2,8 @@
 
 For each layer l, beside the forward stream: `score` as soon as the layer's input is there, which chooses blocks of
 layer l + 1 that are in no slot, and `fetch` once layer l has fetched what it misses, so that copies which somebody
-waits for go first. Both are over when layer l + 1 stores its keys. Nothing here waits for the device or branches on data.
+waits for go first. Both are over when layer l + 1 stores its keys. Nothing here waits for the device or branches on
+data.
 """
 
 from __future__ import annotations

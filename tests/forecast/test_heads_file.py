@@ -121,5 +121,8 @@ def test_files_of_other_kinds_are_refused(parts: ModelParts, tmp_path: Path) -> 
     assert "there is no such file: give none, query, or a file" in refusal(path, parts)
     path.write_bytes(b"weights")
     assert "not a safetensors file" in refusal(path, parts)
-    save_file({"a": torch.zeros(1)}, path)
-    assert "holds no forecast heads: make some with python -m" in refusal(path, parts)
+    for metadata in ({}, {"forecast": "3"}, {"forecast": '{"format": "other"}'}):
+        save_file({"a": torch.zeros(1)}, path, metadata=metadata)
+        assert "holds no forecast heads: make some with python -m" in refusal(path, parts)
+    save_file({"a": torch.zeros(1)}, path, metadata={"forecast": "{"})
+    assert "not a safetensors file of heads" in refusal(path, parts)
