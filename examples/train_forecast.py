@@ -2,7 +2,7 @@
 
     python examples/train_forecast.py MODEL_FOLDER heads.safetensors [flags of sglang_sparse.forecast.train]
 
-Small by default, so that it runs on a CPU. For a model in use, give text like that of its requests, as long as they are:
+Small by default, so that it runs on a CPU. For a model in use, give text like that of its requests, and as long:
 
     python -m sglang_sparse.forecast.train --model MODEL_FOLDER --data text.jsonl --out heads.safetensors --length 32768
     python -m sglang.launch_server --model-path MODEL_FOLDER --sparse-decode --sparse-decode-offload \

@@ -17,6 +17,7 @@ from sglang_sparse.options import OptionsError
 from .errors import ForecastError
 
 PROGRAM = "sglang_sparse.forecast.evaluate"
+KINDS = ("retrieval", "code", "prose")
 SUMMARIES = ("thumbnail", "block-mean", "page-mean", "page-midpoint")
 HELP = """Decodes with a model under the server's settings, keeps a cache of blocks for each layer and KV head, and
 tells which share of the blocks that a step misses each forecast would have prefetched, at equal bytes. Predictors:
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, help='JSONL, one {"text": ...} or {"messages": [...]} a line (default: generated ones)')
     add("--context", type=int, default=4096, help="tokens of a prompt and its continuation (default: %(default)s)")
     add("--num-prompts", type=int, default=3, help="how many prompts to generate (default: %(default)s)")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of generated prompts (default: all, in turn)")
     add("--tokens", type=int, default=48, help="decode steps of a prompt (default: %(default)s)")
     add("--warm-up", type=int, help="first steps that do not count (default: a quarter)")
     add("--gamma", type=float, default=0.975, help="what the steps read (default: %(default)s)")
@@ -116,6 +118,11 @@ def run(args: argparse.Namespace, warm_up: int) -> int:
         prompts = generate_prompts(
             tokenizer, context=args.context, count=args.num_prompts, tokens=args.tokens, seed=args.seed
         )
+        prompts = [prompt for prompt in prompts if prompt.kind in args.kinds]
+        if not prompts:
+            raise ForecastError(
+                f"--num-prompts {args.num_prompts} has none of --kinds {' '.join(args.kinds)}: raise it"
+            )
     replay = Replay(args.model, device=device, dtype=getattr(torch, args.dtype))
     parts = parts_of_transformers(replay.model, positions=args.context)
     forecasts: dict[str, Any] = {"query": query_forecast(parts)}

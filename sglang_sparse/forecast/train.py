@@ -18,7 +18,8 @@ from .errors import ForecastError
 
 PROGRAM = "sglang_sparse.forecast.train"
 HELP = """Trains heads that name the blocks the next layer will read, for --sparse-decode-forecast FILE. The model stays
-as it is. Interrupted, the same command goes on where the checkpoint beside the output was written, to the same result."""
+as it is. Interrupted, the same command goes on from the last checkpoint, which is beside the output, to the same
+result."""
 
 
 def parser() -> argparse.ArgumentParser:
