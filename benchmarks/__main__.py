@@ -21,6 +21,7 @@ BENCHMARKS = {
     "load": ("benchmarks.server.load", "throughput of real servers under a closed loop at rising concurrency"),
     "chat": ("benchmarks.server.chat", "facts planted in a long document, asked of a real server"),
     "offload-trace": ("benchmarks.offload_trace", "hit rates of a cache of blocks, from the sets of real decodes"),
+    "host-fidelity": ("benchmarks.host_fidelity", "KL of rounding keys and values in host memory, by real decodes"),
     "plot": ("benchmarks.plot", "a picture of rows of benchmarks/results.csv"),
 }
 

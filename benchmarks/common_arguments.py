@@ -42,6 +42,14 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    """A whole number of at least 0, for argparse."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: give 0 or a whole number above")
+    return value
+
+
 def add_sparse_flags(parser: argparse.ArgumentParser) -> None:
     """The server's flags `--sparse-decode-...`."""
     add_flags(parser)

@@ -3,7 +3,8 @@
 Columns: `date` (UTC), `gpu`, `versions`, `commit`, `command`, `run` (the same for rows that one process measured
 together), `bench`, `case`, `batch`, `context` (tokens), `impl`, `ms`, `kept` (blocks read ÷ all blocks), `bytes_read`
 (bytes that one call, or one decode step, has to read and write), `read_share` (those bytes ÷ time ÷ the read rate
-measured in the same run), `kl` (nats). A cell is empty where a column says nothing about the row.
+measured in the same run), `kl` (nats, to the first server of the run). A cell is empty where a column says nothing
+about the row.
 """
 
 from __future__ import annotations

@@ -99,6 +99,9 @@ class SparseDecodeBackend(AttentionBackend):
         """The block `offload` of `/server_info`; None if the KV cache is on the GPU."""
         return None
 
+    def after_log(self, steps: int) -> None:
+        """Called with each of the server's own log lines and the decode steps since the last one."""
+
     def check_slots(self) -> int:
         """Slots of offload that do not hold what they should."""
         return 0

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from sparse_kernels import AttentionWorkspace
+
+from sglang_sparse.fused import FusedPass
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
-from sglang_sparse.paths import ever_lists
+from sglang_sparse.paths import ever_fused, ever_lists
 from sglang_sparse.selection import make_estimator, make_rule
 from sglang_sparse.tail import make_tail
 
@@ -71,7 +75,14 @@ class SparsePoolConfigurator:
 
 
 def reserve(
-    inner: Any, options: SparseDecodeOptions, *, geometry: Geometry, layers: int, max_pages: int, max_requests: int
+    inner: Any,
+    options: SparseDecodeOptions,
+    *,
+    geometry: Geometry,
+    layers: int,
+    max_pages: int,
+    max_requests: int,
+    device: torch.device | str = "cpu",
 ) -> Any:
     """`inner`, SGLang's KV pool configurator, with the memory of sparse decode taken out of its budget.
 
@@ -79,6 +90,7 @@ def reserve(
         layers: attention layers of the model.
         max_pages: pages of the longest request.
         max_requests: upper bound of the request slots, known before the pool is sized.
+        device: where the steps run.
     """
     rule = make_rule(options, geometry)
     if not rule.needs_mass:
@@ -87,19 +99,35 @@ def reserve(
     tail = make_tail(options, geometry)
     summary_bytes = make_estimator(options, geometry).summary_bytes() + (tail.summary_bytes() if tail else 0)
     share = summary_bytes * sparse_layers / (geometry.kv_bytes * layers)
-    reserved = step_buffer_bytes(options, geometry, layers=layers, max_pages=max_pages, max_requests=max_requests)
+    reserved = step_buffer_bytes(
+        options, geometry, layers=layers, max_pages=max_pages, max_requests=max_requests, device=device
+    )
     return SparsePoolConfigurator(inner, share, reserved)
 
 
+def workspace_bytes(options: SparseDecodeOptions, geometry: Geometry, device: torch.device | str) -> int:
+    """Bytes in which the attention kernels leave the parts of shared rows; by the device's multiprocessors."""
+    attention = AttentionWorkspace.create(None, geometry.group_size, geometry.head_dim, device).nbytes
+    if ever_fused(options):
+        attention += FusedPass(options, geometry, device).workspace.nbytes
+    return attention
+
+
 def step_buffer_bytes(
-    options: SparseDecodeOptions, geometry: Geometry, *, layers: int, max_pages: int, max_requests: int
+    options: SparseDecodeOptions,
+    geometry: Geometry,
+    *,
+    layers: int,
+    max_pages: int,
+    max_requests: int,
+    device: torch.device | str = "cpu",
 ) -> int:
     """Bytes that steps and audit need, whatever the pool holds; arguments as for `reserve`."""
-    reserved = 0
+    reserved = workspace_bytes(options, geometry, device)
     if ever_lists(options):
         sizes = (make_tail(options, geometry) is not None, make_rule(options, geometry).needs_maxima)
         turn = requests_per_turn(geometry, max_pages, max_requests, *sizes)
-        reserved = turn * step_bytes_per_request(geometry, max_pages, *sizes)
+        reserved += turn * step_bytes_per_request(geometry, max_pages, *sizes)
     # Page tables; thresholds and counts of each layer and KV head; what each request read.
     reserved += max_requests * ((max_pages + 2 * layers * geometry.kv_heads) * 4 + 16)
     if options.offload:

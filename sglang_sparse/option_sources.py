@@ -13,6 +13,7 @@ from sglang_sparse.options import (
     DEFAULT_DELTA,
     ESTIMATORS,
     GROUPS,
+    HOST_DTYPES,
     PATHS,
     RULES,
     TAILS,
@@ -128,6 +129,12 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         "host_memory",
         "Host memory for the KV cache: GiB, or a share below 1 of what the process may take. Unless given: 0.8.",
         metavar="SIZE",
+    )
+    add(
+        "host_dtype",
+        "How keys and values are kept in host memory: in the model's dtype, or in float8, which halves the memory and "
+        "what comes over PCIe.",
+        metavar=_braces(HOST_DTYPES),
     )
     add(
         "hot_cache",

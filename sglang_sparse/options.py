@@ -42,6 +42,8 @@ SCORE_ESTIMATORS = ("thumbnail", "exact")
 MASS_ESTIMATORS = ("thumbnail", "exact")
 """Estimators whose masses are close enough to the true ones to weigh values with; minmax and mean give bounds."""
 THUMBNAIL_BITS = (2, 3, 4)
+FLOAT8_HOST = "fp8_e4m3"
+HOST_DTYPES = ("model", FLOAT8_HOST)
 BLOCK_SIZES = (8, 16, 32, 64)
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_PAGE_SIZE = 64
@@ -116,6 +118,8 @@ class SparseDecodeOptions:
     """Whether the KV cache is in host memory (docs/offload.md)."""
     host_memory: str | None = None
     """Host memory for it: GiB, or a share below 1 of what the process may take. None: 0.8."""
+    host_dtype: str = "model"
+    """What keys and values are in host memory: of the model's dtype, or float8 with a power of two for each token."""
     hot_cache: str | None = None
     """GPU memory for the blocks in use: GiB, or a share below 1 of the KV budget. None: what summaries leave."""
     staging: int | None = None
@@ -173,7 +177,10 @@ class SparseDecodeOptions:
         if type(self.offload) is not bool:
             raise OptionsError(f"{flag('offload')} is {self.offload!r}: give true or false")
         check_forecast(self.forecast, self.forecast_budget, DEFAULT_FORECAST_BUDGET, self.offload)
+        check_choice("host_dtype", self.host_dtype, HOST_DTYPES)
         given = {name: getattr(self, name) for name in ("host_memory", "hot_cache", "staging")}
+        if self.host_dtype != type(self).host_dtype:
+            given = {"host_dtype": self.host_dtype} | given
         for name, value in given.items():
             if value is None:
                 continue
@@ -181,6 +188,8 @@ class SparseDecodeOptions:
                 raise OptionsError(
                     f"{flag(name)} has no effect without {flag('offload')}: add it or remove {flag(name)}"
                 )
+            if name == "host_dtype":
+                continue
             if name == "staging":
                 check_int(name, value, 1)
             else:

@@ -251,7 +251,7 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
 def _build_backend(original: Callable, *args: Any, model_runner: Any, backend_str: str, **kwargs: Any) -> Any:
     if _backend is not None and _backend.step.options.offload and backend_str != compat.BACKEND_NAME:
         # SGLang's own would read prefixes from a pool on the GPU.
-        return _backend.make_prefill()
+        return _backend.make_prefill(backend_str)
     backend = original(*args, model_runner=model_runner, backend_str=backend_str, **kwargs)
     # SGLang builds the decode backend first, then the prefill backend.
     if _backend is not None and backend is not _backend:

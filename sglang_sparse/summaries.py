@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from sglang_sparse.selection import Estimator
-from sglang_sparse.selection.estimators import Summary
+from sglang_sparse.selection.estimators import Summary, ThumbnailEstimator
 from sglang_sparse.tail import MeanTail
 
 
@@ -70,6 +70,10 @@ class PageSummaries:
         `targets` (`[n]`) are the pages that are summarised, if they have other numbers in these pools.
         """
         if layer not in self._layers:
+            return
+        if self._tail and isinstance(self._estimator, ThumbnailEstimator):
+            means = self._means[layer]
+            self._estimator.update_with_means(k_pool, v_pool, pages, self._layers[layer], means, targets)
             return
         self._estimator.update(k_pool, pages, self._layers[layer], targets)
         if self._tail:

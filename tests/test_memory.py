@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sparse_kernels import SelectionTap
+from sparse_kernels import AttentionWorkspace, SelectionTap
 
 from sglang_sparse import memory
 from sglang_sparse.buffers import DecodeBuffers
@@ -73,6 +73,21 @@ def test_the_audit_is_reserved_unless_it_is_off() -> None:
     mass = 8 * 4 * 2048 * 4 * 4
     assert made.bytes + mass < memory.audit_bytes(GEOMETRY, 2048) < 16 << 20
     assert 0 <= tokens[0] - tokens[1] <= memory.audit_bytes(GEOMETRY, 2048) // KV_BYTES + 64
+
+
+@pytest.mark.parametrize("path", ["lists", "fused"])
+def test_the_kernels_workspaces_are_reserved(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are MiB for each path, by its multiprocessors."""
+    options = SparseDecodeOptions(rule="top-delta", path=path, audit_rate=0)
+    reserved = memory.workspace_bytes(options, GEOMETRY, "cpu")
+    sizes = {"layers": LAYERS, "max_pages": 2048, "max_requests": 64}
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "workspace_bytes", lambda *_: 0)
+        without = memory.step_buffer_bytes(options, GEOMETRY, **sizes)
+    assert memory.step_buffer_bytes(options, GEOMETRY, **sizes) == without + reserved
+    attention = AttentionWorkspace.create(None, 4, 128, "cpu").nbytes
+    assert (reserved > attention) == (path == "fused")
+    assert reserved >= attention == 2 * 4 * (128 + 2) * 4
 
 
 def test_rule_all_reserves_nothing() -> None:

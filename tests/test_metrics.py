@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from sparse_kernels.slot_maps import TOTALS
 
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.coverage_history import CoverageHistory
 from sglang_sparse.observe.metrics import MetricsExporter
 from sglang_sparse.options import SparseDecodeOptions
+
+sys.path.insert(0, str(Path(__file__).parent / "docker"))
+
+import monitoring
 
 GEOMETRY = Geometry(kv_heads=2, group_size=1, head_dim=64, dtype=torch.float32, page_size=32, block_size=16)
 LABELS = {"model_name": "tiny", "tp_rank": "0"}
@@ -159,7 +167,10 @@ def test_hits_and_misses_of_offload() -> None:
     totals = torch.zeros((LAYERS, 4), dtype=torch.int64)
     made = Exported()
     step: Any = SimpleNamespace(
-        **{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals, forecast_totals=None
+        **{name: getattr(made.step, name) for name in vars(made.step)},
+        offload_totals=totals,
+        forecast_totals=None,
+        missed_block_bytes=100,
     )
     made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
     made.count([160], [[0, 0], [7, 3], [5, 5]])
@@ -172,8 +183,7 @@ def test_hits_and_misses_of_offload() -> None:
         6,
         3,
     ]
-    block_bytes = 16 * 2 * 64 * 4
-    assert made.value("offload_missed_bytes_total") == 15 * block_bytes
+    assert made.value("offload_missed_bytes_total") == 15 * 100
     assert made.value("forecast_bytes_total", kind="used") is None
 
 
@@ -181,14 +191,35 @@ def test_what_forecasts_hide() -> None:
     made = Exported()
     totals = {name: torch.zeros((LAYERS, n), dtype=torch.int64) for name, n in (("offload", 4), ("forecast", 2))}
     own = {name: getattr(made.step, name) for name in vars(made.step)}
-    step: Any = SimpleNamespace(**own, offload_totals=totals["offload"], forecast_totals=totals["forecast"])
+    step: Any = SimpleNamespace(
+        **own, offload_totals=totals["offload"], forecast_totals=totals["forecast"], missed_block_bytes=100
+    )
     made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
     made.count([160], [[0, 0], [7, 3], [5, 5]])
     assert made.value("forecast_bytes_total", kind="wasted") == 0
     totals["offload"] += torch.tensor([30, 5, 2, 1])
     totals["forecast"] += torch.tensor([25, 15])
     made.exporter.when_idle(made.reporter)
-    block_bytes = 16 * 2 * 64 * 4
-    assert made.value("forecast_bytes_total", kind="used") == 45 * block_bytes
-    assert made.value("forecast_bytes_total", kind="wasted") == 30 * block_bytes
+    assert made.value("forecast_bytes_total", kind="used") == 45 * 100
+    assert made.value("forecast_bytes_total", kind="wasted") == 30 * 100
     assert made.value("forecast_hidden_fraction") == 0.75
+
+
+def test_what_board_and_alerts_ask_of_offload_is_exported() -> None:
+    """A server without offload, of which `tests/server/test_metrics_endpoint.py` asks the others, has none of it."""
+    made = Exported()
+    totals = torch.zeros((LAYERS, 4), dtype=torch.int64)
+    step: Any = SimpleNamespace(
+        **{name: getattr(made.step, name) for name in vars(made.step)},
+        offload_totals=totals,
+        missed_block_bytes=100,
+        forecast_totals=None,
+    )
+    made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
+    made.exporter.when_idle(made.reporter)
+    exported = {sample.name for family in made.registry.collect() for sample in family.samples}
+    asked = {name for name in monitoring.queried_names() if name.startswith("sglang_sparse_offload_")}
+    assert asked == {"sglang_sparse_offload_blocks_total", "sglang_sparse_offload_missed_bytes_total"}
+    assert asked <= exported
+    kinds = set(re.findall(r'kind=~?"([a-z|]+)"', monitoring.ALERTS.read_text()))
+    assert {kind for each in kinds for kind in each.split("|")} - {"sparse", "dense"} <= set(TOTALS)

@@ -28,6 +28,7 @@ OPERATIONS = (
     "pseudo_maximum",
     "thumbnail",
     "block_statistics",
+    "page_summary",
     "page_table",
     "step_totals",
     "request_totals",

@@ -34,7 +34,8 @@ def run(suite: Suite) -> Iterator[Measurement]:
         else:
             slots, open_slots = order[index // page] * page + index % page, torch.full_like(index, -1).int()
         stores = partial(block_store, k, v, slots, open_slots, slot_map)
-        call = partial(stores, host=host, open_k=opened, open_v=torch.zeros_like(opened), page_size=page)
+        sizes = {"page_size": page, "block_size": suite.block_size}
+        call = partial(stores, host=host, open_k=opened, open_v=torch.zeros_like(opened), **sizes)
         call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

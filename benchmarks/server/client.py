@@ -11,6 +11,8 @@ from typing import Any
 
 from benchmarks.errors import ServerError
 
+from .divergence import TOP, Scored
+
 
 @dataclass
 class Answer:
@@ -112,6 +114,21 @@ class Client:
         if not answer.counts or answer.counts[-1] != tokens:
             raise ServerError(f"an answer ended after {answer.counts[-1:] or [0]} of {tokens} tokens")
         return answer
+
+    def score(self, prompt: list[int], tokens: int) -> Scored:
+        """The greedy answer of exactly `tokens` tokens, with the likeliest tokens at each of them."""
+        body = {
+            "input_ids": prompt,
+            "return_logprob": True,
+            "top_logprobs_num": TOP,
+            "logprob_start_len": -1,
+            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        }
+        with self.post("/generate", body) as response:
+            answer = json.load(response)
+        places = answer["meta_info"]["output_top_logprobs"]
+        top = [{int(entry[1]): float(entry[0]) for entry in place} for place in places]
+        return Scored([int(token) for token in answer["output_ids"]], top)
 
     def info(self) -> dict[str, Any]:
         return json.loads(self.get("/server_info"))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from benchmarks.errors import ServerError
 
 from .client import Answer, Client
+from .divergence import Scored
 
 
 def warm(client: Client, prompts: Sequence[list[int]]) -> list[Answer]:
@@ -20,6 +21,12 @@ def all_at_once(client: Client, prompts: Sequence[list[int]], tokens: int) -> li
     """One answer a prompt, all requests started together."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(lambda prompt: client.generate(prompt, tokens), prompts))
+
+
+def score_at_once(client: Client, prompts: Sequence[list[int]], tokens: int) -> list[Scored]:
+    """One scored answer a prompt, all requests started together."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: client.score(prompt, tokens), prompts))
 
 
 def closed_loop(

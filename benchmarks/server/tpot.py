@@ -6,7 +6,8 @@
 Every request has a prompt of its own, prefilled before timing, so that what is timed is decoding alone: the mean time
 between tokens while all requests of the batch decode. Beside it stands the time to the first token of the prompts that
 were prefilled for the batch, one at a time. Every server gets decode CUDA graphs of exactly the batch sizes
-measured. Answers are greedy; those of the sparse server are compared with the dense one's.
+measured. Answers are greedy; those of the sparse server are compared with the dense one's, and with real prompts, in an
+untimed pass, the distributions they were chosen from (`kl`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common_arguments import add_results_arguments, make_parser, open_results, positive
+from benchmarks.common_arguments import add_results_arguments, make_parser, not_negative, open_results, positive
 from benchmarks.errors import ServerError
 from benchmarks.machine import require_cuda, require_package
 from benchmarks.results import Results, Row, share, text_table
 
 from .client import Client
+from .divergence import Scored, mean_divergence
 from .launch import Server, add_server_arguments, captures, check_places, common_flags, variants
 from .prompts import KINDS, kv_bytes_per_token, make_prompts, read_config
 from .statistics import agreement, percentile, tpot_together
-from .streams import all_at_once, check_cached, warm
+from .streams import all_at_once, check_cached, score_at_once, warm
 
 HEAD = (
     "variant",
@@ -40,6 +42,7 @@ HEAD = (
     "speed",
     "equal tokens",
     "equal answers",
+    "KL",
 )
 
 
@@ -57,19 +60,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="also measure sparse servers with these coverages, changed while they run",
     )
     parser.add_argument("--tokens", type=positive, default=256, help="tokens generated per request (default: 256)")
+    parser.add_argument(
+        "--kl-tokens",
+        type=not_negative,
+        help="tokens per request whose distributions are compared with the first server's; 0 for none "
+        "(default: 64 of real prompts, else 0)",
+    )
     add_results_arguments(parser)
     return parser.parse_args(arguments)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One batch: seconds a token, kept and bytes read (None if dense), the answers, and the median seconds to the first
-    token of the prompts that were new to the server (None if none was)."""
+    """One batch: seconds a token, kept and bytes read (None if dense), the answers, the median seconds to the first
+    token of the prompts that were new to the server (None if none was), and scored answers (empty if not asked for)."""
 
     seconds: float
     read: tuple[float, float] | None
     answers: list[list[int]]
     first: float | None
+    scored: list[Scored]
 
 
 def measure_server(
@@ -78,6 +88,7 @@ def measure_server(
     batches: Sequence[int],
     tokens: int,
     gammas: Sequence[float] = (),
+    kl_tokens: int = 0,
 ) -> Iterator[tuple[int, int, float | None, Timed]]:
     """Context, batch size, coverage asked for, and what was measured, one after the other; `prompts` by context.
 
@@ -108,7 +119,8 @@ def measure_server(
                 for answer, prompt in zip(answers, own, strict=False):
                     check_cached([answer], len(prompt))
                 read = after.since(before) if after else None
-                timed = Timed(tpot_together(answers), read, [answer.tokens for answer in answers], first)
+                scored = score_at_once(client, own[:batch], kl_tokens) if kl_tokens else []
+                timed = Timed(tpot_together(answers), read, [answer.tokens for answer in answers], first, scored)
                 first = None
                 yield context, batch, gamma, timed
 
@@ -134,6 +146,7 @@ def measure_variants(
     """Starts and measures each server, appends rows, prints a table. Raises ServerError."""
     token_bytes = kv_bytes_per_token(read_config(args.model))
     case = f"{Path(args.model).name}, {args.prompts} prompts, {captures(args)}"
+    kl_tokens = (64 if args.prompts == "real" else 0) if args.kl_tokens is None else args.kl_tokens
     baseline: dict[tuple[int, int], Timed] = {}
     lines: list[tuple[str, ...]] = []
     for number, (name, flags) in enumerate(servers.items()):
@@ -142,7 +155,7 @@ def measure_variants(
             print(f"{name}: ready after {server.start_seconds:.0f} s: {' '.join(flags)}", flush=True)
             try:
                 for context, batch, gamma, timed in measure_server(
-                    server, prompts, args.batch, args.tokens, args.gammas
+                    server, prompts, args.batch, args.tokens, args.gammas, kl_tokens
                 ):
                     found = True
                     impl = name if gamma is None else f"{name} gamma {gamma:g}"
@@ -153,11 +166,24 @@ def measure_variants(
                     # The middle of what is decoded: a step reads all tokens so far.
                     read = sum(map(len, prompts[context][:batch])) + batch * args.tokens / 2
                     moved = int(bytes_share * read * token_bytes)
-                    rows = [Row("tpot", case, batch, context, impl, timed.seconds * 1e3, kept, moved)]
+                    kl = mean_divergence(timed.scored, before.scored) if before else None
+                    rows = [
+                        Row(
+                            "tpot",
+                            case,
+                            batch,
+                            context,
+                            impl,
+                            timed.seconds * 1e3,
+                            kept,
+                            moved,
+                            kl=kl[0] if kl else None,
+                        )
+                    ]
                     if timed.first:
                         rows.append(Row("ttft", case, 1, context, impl, timed.first * 1e3))
                     results.append(rows)
-                    lines.append(table_line(impl, batch, context, timed, before))
+                    lines.append(table_line(impl, batch, context, timed, before, kl))
                     print("  ".join(lines[-1]), flush=True)
             except ServerError as error:
                 raise ServerError(f"{name}: {error}") from None
@@ -170,8 +196,10 @@ def measure_variants(
     return 0
 
 
-def table_line(impl: str, batch: int, context: int, timed: Timed, baseline: Timed | None) -> tuple[str, ...]:
-    """A line of the table under `HEAD`; `baseline` is what it is compared with."""
+def table_line(
+    impl: str, batch: int, context: int, timed: Timed, baseline: Timed | None, kl: tuple[float, int] | None
+) -> tuple[str, ...]:
+    """A line under `HEAD`; `baseline` is what it is compared with, `kl` the divergence and its positions."""
     kept, bytes_share = timed.read or (1.0, 1.0)
     speed = equal = same = ""
     if baseline:
@@ -190,6 +218,7 @@ def table_line(impl: str, batch: int, context: int, timed: Timed, baseline: Time
         speed,
         equal,
         same,
+        f"{kl[0]:.5f} ({kl[1]})" if kl else "",
     )
 
 

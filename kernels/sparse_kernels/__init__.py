@@ -10,15 +10,19 @@ from .block_mass_statistics import block_mass_statistics, block_mass_statistics_
 from .block_mass_thumbnail import block_mass_thumbnail, block_mass_thumbnail_reference
 from .block_statistics import STATISTICS_OF_KIND, block_statistics, block_statistics_reference
 from .block_store import block_store, block_store_reference
+from .block_unpack import block_unpack, block_unpack_reference
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
 from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_reference
+from .host_block import pack_blocks, unpack_blocks
+from .page_summary import page_summary, page_summary_reference
 from .page_table import snapshot_page_table, snapshot_page_table_reference
 from .pseudo_maximum import pseudo_maximum, pseudo_maximum_reference
 from .request_totals import request_totals, request_totals_reference
 from .selection_tap import SelectionTap, TapPoint
 from .slot_assign import slot_assign, slot_assign_reference
 from .slot_attention import SlotSources, slot_attention, slot_attention_reference
+from .slot_claim import slot_claim, slot_claim_reference
 from .slot_lookup import slot_lookup, slot_lookup_reference
 from .slot_maps import FetchList, SlotMaps
 from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_attention_reference
@@ -50,12 +54,17 @@ __all__ = [
     "block_statistics_reference",
     "block_store",
     "block_store_reference",
+    "block_unpack",
+    "block_unpack_reference",
     "combine",
     "combine_reference",
     "coverage_rule",
     "coverage_rule_reference",
     "fused_top_delta",
     "fused_top_delta_reference",
+    "pack_blocks",
+    "page_summary",
+    "page_summary_reference",
     "pseudo_maximum",
     "pseudo_maximum_reference",
     "request_totals",
@@ -64,6 +73,8 @@ __all__ = [
     "slot_assign_reference",
     "slot_attention",
     "slot_attention_reference",
+    "slot_claim",
+    "slot_claim_reference",
     "slot_lookup",
     "slot_lookup_reference",
     "snapshot_page_table",
@@ -80,5 +91,6 @@ __all__ = [
     "top_delta_rule_reference",
     "top_k_rule",
     "top_k_rule_reference",
+    "unpack_blocks",
     "unpack_codes",
 ]

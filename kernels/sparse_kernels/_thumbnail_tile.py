@@ -33,9 +33,11 @@ def channels_of(rows, D: tl.constexpr, SUB_ROWS: tl.constexpr, BITS: tl.constexp
 
 
 @triton.jit
-def load_bounds(low_step, summary, channels, real, D: tl.constexpr):
-    """Bit patterns of a page's low and step, for a column of channels."""
-    bounds = tl.max_contiguous(low_step + summary * (2 * D) + channels, [1, 1])
+def load_bounds(low_step, summary, channels, real, D: tl.constexpr, VECTORS: tl.constexpr = False):
+    """Bit patterns of a page's low and step, for a column of channels; one channel a thread unless VECTORS."""
+    bounds = low_step + summary * (2 * D) + channels
+    if not VECTORS:
+        bounds = tl.max_contiguous(bounds, [1, 1])
     return tl.load(bounds, mask=real, other=0), tl.load(bounds + D, mask=real, other=0)
 
 

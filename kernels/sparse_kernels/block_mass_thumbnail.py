@@ -1,5 +1,7 @@
 """Log mass of every block, estimated from thumbnails."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -12,9 +14,44 @@ from ._dispatch import INTERPRETED, planned_programs, use_triton
 from ._reference import block_logsumexp, block_maximum, rows_to_score, write_open_page
 from .thumbnail import BITS, check_thumbnails, unpack_codes
 
-_OCCUPANCY = {1: (16, 128), 2: (12, 168)}
-"""By pages of a tile: warps that run on a multiprocessor, and the registers of a thread that let them. More warps with
-fewer registers, which then are spilled inside the loop, take up to a third longer."""
+_MORE_WARPS, _MORE_REGISTERS = (16, 128), (12, 168)
+"""Warps that run on a multiprocessor, and the registers of a thread that let them. More warps with fewer registers,
+which then are spilled inside the loop, take up to a third longer."""
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """How the kernel runs.
+
+    Attributes:
+        pair: pages of a tile, 1 or 2.
+        by_column: whether the folded query is spread over the threads by columns as well as by channels. Otherwise each
+            thread holds all columns of its channels, and the sum over channels takes five shuffles for each.
+        warps: warps of a program.
+        occupancy: warps of a multiprocessor, and registers of a thread.
+    """
+
+    pair: int
+    by_column: bool
+    warps: int
+    occupancy: tuple[int, int]
+
+
+def _launch(batch: int, group: int, head_dim: int, page_size: int) -> _Launch:
+    """The launch for a group of `group` (padded) query heads; measured on an H200 (docs/performance.md).
+
+    A warp holds a page of 64 tokens and 128 channels. More warps share a program only for larger tiles: they would have
+    to meet at barriers for every page.
+    """
+    elements = page_size * triton.next_power_of_2(head_dim) * group
+    if group < 8:
+        # Tensor cores multiply with eight columns at a time: with four heads, those of two pages. One request alone is
+        # shared out in single pages: with pairs, some programs would have a sixth more than others.
+        pair = 2 if batch > 1 else 1
+        occupancy = _MORE_REGISTERS if pair == 2 else _MORE_WARPS
+        return _Launch(pair, False, min(8, max(1, elements // (8192 * 4))), occupancy)
+    warps = min(8, max(1, elements // (8192 * 8)))
+    return _Launch(1, True, warps, _MORE_REGISTERS if elements >= 8192 * 8 else _MORE_WARPS)
 
 
 def block_mass_thumbnail_reference(
@@ -52,14 +89,31 @@ def block_mass_thumbnail_reference(
 
 @triton.jit
 def _load_bounds(
-    low_step, pages, page, closed, kv_heads, h, channels, pairs, real, D: tl.constexpr, PAIR: tl.constexpr
+    low_step,
+    pages,
+    page,
+    closed,
+    kv_heads,
+    h,
+    channels,
+    pairs,
+    real,
+    D: tl.constexpr,
+    PAIR: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
 ):
-    """Bit patterns of low and step of PAIR pages from the row's page `page` on, `[channels, columns of a product]`; of
-    the last closed page for those behind it."""
+    """Bit patterns of low and step of PAIR pages from the row's page `page` on, `[channels, columns of a product]`, or
+    `[channels, 1]` for a single page unless BY_COLUMN; of the last closed page for those behind it."""
     last = tl.maximum(closed - 1, 0)
     real = real & (closed > 0)
     summary = tl.load(pages + tl.minimum(page, last)).to(tl.int64) * kv_heads + h
-    low, step = thumbnail_tile.load_bounds(low_step, summary, channels, real, D)
+    if BY_COLUMN:
+        # The same address in every column: threads of a channel read it together.
+        low, step = thumbnail_tile.load_bounds(
+            low_step, summary + 0 * pairs, channels, real & (pairs >= 0), D, VECTORS=True
+        )
+    else:
+        low, step = thumbnail_tile.load_bounds(low_step, summary, channels, real, D)
     if PAIR == 2:
         summary = tl.load(pages + tl.minimum(page + 1, last)).to(tl.int64) * kv_heads + h
         low1, step1 = thumbnail_tile.load_bounds(low_step, summary, channels, real, D)
@@ -112,6 +166,7 @@ def _block_mass_thumbnail_kernel(
     BLOCK: tl.constexpr,
     T: tl.constexpr,
     PAIR: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     REQUESTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -139,15 +194,18 @@ def _block_mass_thumbnail_kernel(
             max_row = block_max + b.to(tl.int64) * out_batch_stride + h.to(tl.int64) * out_head_stride
         heads = tl.arange(0, GROUP)[None, :]
         query = q + b.to(tl.int64) * q_batch_stride + (h * G + heads) * q_head_stride + channels
-        # Spreads the tile over all threads: vector loads would make several threads hold, and compute, the same
-        # elements.
-        query = tl.max_contiguous(query, [1, 1])
+        if not BY_COLUMN:
+            # Spreads the tile over all threads: vector loads would make several threads hold, and compute, the same
+            # elements.
+            query = tl.max_contiguous(query, [1, 1])
         query = tl.load(query, mask=real & (heads < G), other=0.0).to(tl.float32) * scale_log2
         query = tl.reshape(
             tl.broadcast_to(query[:, :, None], (SUBS * SUB_ROWS, GROUP, PAIR)), (SUBS * SUB_ROWS, GROUP * PAIR)
         )
         stop = tl.minimum(last, closed_tiles)
-        low, step = _load_bounds(low_step, pages, first * PAIR, closed, kv_heads, h, channels, pairs, real, D, PAIR)
+        low, step = _load_bounds(
+            low_step, pages, first * PAIR, closed, kv_heads, h, channels, pairs, real, D, PAIR, BY_COLUMN
+        )
         for tile in tl.range(first, stop, num_stages=STAGES):
             # The last page of an odd number stands in for the one behind it, whose blocks are not stored.
             page = tile * PAIR
@@ -158,7 +216,9 @@ def _block_mass_thumbnail_kernel(
                 packed1, high1 = thumbnail_tile.load_codes(codes, summary, tokens, columns, True, BITS, HALF, D, PAGE)
             folded, bias = thumbnail_tile.fold(query, low, step, inverse_factor, WORDS, HALF)
             # The bounds of the next tile, in flight while this one is scored.
-            low, step = _load_bounds(low_step, pages, page + PAIR, closed, kv_heads, h, channels, pairs, real, D, PAIR)
+            low, step = _load_bounds(
+                low_step, pages, page + PAIR, closed, kv_heads, h, channels, pairs, real, D, PAIR, BY_COLUMN
+            )
             bias = tl.sum(bias, 0)
             f0, f1, f2, f3 = thumbnail_tile.split_subs(folded, SUBS)
             bias = tl.broadcast_to(bias[None, :], (PAGE, GROUP * PAIR))
@@ -214,13 +274,9 @@ def _block_mass_thumbnail_triton(
     head_dim = q.shape[2]
     group = score_tile.padded_group(group_size)
     half = q.dtype != torch.float32 and not INTERPRETED
-    # A warp holds a page of 64 tokens and 128 channels for four heads. More warps share a program only for larger
-    # tiles: they would have to meet at barriers for every page.
-    warps = min(8, max(1, page_size * triton.next_power_of_2(head_dim) * group // (8192 * 4)) * (1 if half else 4))
-    # Tensor cores multiply with eight columns at a time: with four heads, those of two pages.
-    # One request alone is shared out in single pages: with pairs, some programs would have a sixth more than others.
-    pair = 2 if group == 4 and batch > 1 else 1
-    warps_per_multiprocessor, registers = _OCCUPANCY[pair]
+    launch = _launch(batch, group, head_dim, page_size)
+    warps = min(8, launch.warps * (1 if half else 4))
+    warps_per_multiprocessor, registers = launch.occupancy
     programs = planned_programs(q, max(2, warps_per_multiprocessor // warps), kv_heads)
     _block_mass_thumbnail_kernel[(programs,)](
         q,
@@ -253,7 +309,8 @@ def _block_mass_thumbnail_triton(
         PAGE=page_size,
         BLOCK=block_size,
         T=max(16, block_size),
-        PAIR=pair,
+        PAIR=launch.pair,
+        BY_COLUMN=launch.by_column,
         REQUESTS=score_tile.REQUESTS,
         STAGES=3,
         num_warps=warps,

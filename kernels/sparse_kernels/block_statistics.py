@@ -20,6 +20,9 @@ KINDS = ("mean", "mean-variance", "minmax")
 STATISTICS_OF_KIND = {"mean": 1, "mean-variance": 2, "minmax": 2}
 """`S`, the number of statistics kept for each block."""
 
+CHANNELS = 64
+"""Channels that a program reads at a time."""
+
 
 def block_statistics_reference(
     k_pool: torch.Tensor,
@@ -48,6 +51,46 @@ def block_statistics_reference(
 
 
 @triton.jit
+def write_statistics(
+    k_pool,
+    page,
+    target_page,
+    h,
+    out,
+    slot_stride,
+    head_stride,
+    kv_heads,
+    KIND: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Writes the statistics of one head of `page` (int64) to those of `target_page` (int64)."""
+    BLOCKS: tl.constexpr = PAGE // BLOCK
+    tokens = tl.arange(0, PAGE)
+    blocks = tl.arange(0, BLOCKS)
+    keys = k_pool + (page * PAGE + tokens[:, None]) * slot_stride + h * head_stride
+    target = out + ((target_page * kv_heads + h) * BLOCKS + blocks[:, None]) * (S * D)
+    for start in tl.static_range(0, D, CHANNELS):
+        channels = start + tl.arange(0, CHANNELS)[None, :]
+        real = channels < D
+        tile = tl.load(keys + channels, mask=real, other=0.0).to(tl.float32)
+        tile = tl.reshape(tile, (BLOCKS, BLOCK, CHANNELS))
+        if KIND == "minmax":
+            first = tl.min(tile, 1)
+            second = tl.max(tile, 1)
+        else:
+            first = tl.sum(tile, 1) / BLOCK
+            deviation = tile - first[:, None, :]
+            second = tl.sum(deviation * deviation, 1) / BLOCK
+        tl.store(target + channels, first.to(out.dtype.element_ty), mask=real)
+        if S == 2:
+            tl.store(target + D + channels, second.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
 def _block_statistics_kernel(
     k_pool,
     pages,
@@ -64,29 +107,23 @@ def _block_statistics_kernel(
     CHANNELS: tl.constexpr,
 ):
     page = tl.load(pages + tl.program_id(0)).to(tl.int64)
-    h = tl.program_id(1)
-    BLOCKS: tl.constexpr = PAGE // BLOCK
     if page >= 0:
-        tokens = tl.arange(0, PAGE)
-        blocks = tl.arange(0, BLOCKS)
-        keys = k_pool + (page * PAGE + tokens[:, None]) * slot_stride + h * head_stride
-        target_page = tl.load(targets + tl.program_id(0)).to(tl.int64)
-        target = out + ((target_page * kv_heads + h) * BLOCKS + blocks[:, None]) * (S * D)
-        for start in tl.static_range(0, D, CHANNELS):
-            channels = start + tl.arange(0, CHANNELS)[None, :]
-            real = channels < D
-            tile = tl.load(keys + channels, mask=real, other=0.0).to(tl.float32)
-            tile = tl.reshape(tile, (BLOCKS, BLOCK, CHANNELS))
-            if KIND == "minmax":
-                first = tl.min(tile, 1)
-                second = tl.max(tile, 1)
-            else:
-                first = tl.sum(tile, 1) / BLOCK
-                deviation = tile - first[:, None, :]
-                second = tl.sum(deviation * deviation, 1) / BLOCK
-            tl.store(target + channels, first.to(out.dtype.element_ty), mask=real)
-            if S == 2:
-                tl.store(target + D + channels, second.to(out.dtype.element_ty), mask=real)
+        write_statistics(
+            k_pool,
+            page,
+            tl.load(targets + tl.program_id(0)).to(tl.int64),
+            tl.program_id(1),
+            out,
+            slot_stride,
+            head_stride,
+            kv_heads,
+            KIND,
+            S,
+            D,
+            PAGE,
+            BLOCK,
+            CHANNELS,
+        )
 
 
 def _block_statistics_triton(
@@ -115,7 +152,7 @@ def _block_statistics_triton(
         D=head_dim,
         PAGE=page_size,
         BLOCK=block_size,
-        CHANNELS=64,
+        CHANNELS=CHANNELS,
         num_warps=4,
     )
 

@@ -6,11 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
+from ._checks import check_contiguous, check_dtype, check_shape
 from ._dispatch import use_triton
 from .slot_maps import NO_SLOT, FetchList, SlotMaps, check_epoch, check_totals
 
 AGES = (64, 32, 16, 8, 4, 2, 1)
 """Steps since a slot's last use: it takes slots of the first of these ages of which there are enough."""
+
+IDLE = AGES[0] - 1
+"""The lag of what nobody has asked for: takes slots that were last used more steps ago, and is taken first."""
+
+LAGS = (0, 1, IDLE)
 
 _NO_SLOT: tl.constexpr = tl.constexpr(NO_SLOT)
 _NUM_AGES: tl.constexpr = tl.constexpr(8)
@@ -30,6 +36,7 @@ def _slot_assign_kernel(
     target,
     copies,
     totals,
+    source_pages,
     pool_blocks,
     slots,
     capacity,
@@ -83,6 +90,8 @@ def _slot_assign_kernel(
             count = tl.sum(taken.to(tl.int32))
             at = tl.atomic_add(copies, count) + order - given
             page = block // BLOCKS_PER_PAGE
+            if source_pages is not None:
+                page = tl.load(source_pages + page, mask=taken, other=0)
             place = (page * tl.num_programs(0) + h) * BLOCKS_PER_PAGE + block % BLOCKS_PER_PAGE
             tl.store(source + at, place.to(tl.int32), mask=taken)
             tl.store(target + at, (h * slots + slot).to(tl.int32), mask=taken)
@@ -109,6 +118,7 @@ def slot_assign(
     lag: int,
     blocks_per_page: int,
     totals: torch.Tensor | None = None,
+    source_pages: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Gives each block of `fetch.blocks` a slot of its head, as far as there are slots that may be taken.
@@ -127,6 +137,8 @@ def slot_assign(
         lag: as in the lookup.
         blocks_per_page: blocks of a page.
         totals: `[4]` int64, see `slot_maps.TOTALS`; missed blocks without a slot, and blocks put out, are added to.
+        source_pages: `[P]` int32, contiguous: where each page of the pool lies in what is copied from; None for the
+            pool itself.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -137,10 +149,14 @@ def slot_assign(
     maps.check(kv_heads, blocks_per_page)
     fetch.check(kv_heads)
     check_totals(totals)
-    if lag not in (0, 1):
-        raise ValueError(f"lag is {lag}; allowed: 0, 1")
+    if lag not in LAGS:
+        raise ValueError(f"lag is {lag}; allowed: {', '.join(map(str, LAGS))}")
+    if source_pages is not None:
+        check_shape("source_pages", source_pages, maps.slot_map.shape[1] // blocks_per_page)
+        check_dtype("source_pages", source_pages, torch.int32)
+        check_contiguous("source_pages", source_pages)
     run = _slot_assign_triton if use_triton(impl, maps.slot_map) else slot_assign_reference
-    run(epoch, maps, fetch, lag=lag, blocks_per_page=blocks_per_page, totals=totals)
+    run(epoch, maps, fetch, lag=lag, blocks_per_page=blocks_per_page, totals=totals, source_pages=source_pages)
 
 
 def _slot_assign_triton(
@@ -151,6 +167,7 @@ def _slot_assign_triton(
     lag: int,
     blocks_per_page: int,
     totals: torch.Tensor | None,
+    source_pages: torch.Tensor | None,
 ) -> None:
     _slot_assign_kernel[(maps.slot_map.shape[0],)](
         epoch,
@@ -164,6 +181,7 @@ def _slot_assign_triton(
         fetch.target,
         fetch.copies,
         totals,
+        source_pages,
         maps.slot_map.shape[1],
         maps.slots,
         fetch.capacity,
@@ -182,6 +200,7 @@ def slot_assign_reference(
     lag: int,
     blocks_per_page: int,
     totals: torch.Tensor | None = None,
+    source_pages: torch.Tensor | None = None,
 ) -> None:
     """`slot_assign` in plain torch; copies in order of heads."""
     kv_heads, slots = maps.slot_block.shape
@@ -208,6 +227,7 @@ def slot_assign_reference(
         at = int(fetch.copies)
         copies = slice(at, at + len(steps))
         page, inner = blocks // blocks_per_page, blocks % blocks_per_page
+        page = page if source_pages is None else source_pages[page].long()
         fetch.source[copies] = ((page * kv_heads + h) * blocks_per_page + inner).int()
         fetch.target[copies] = (h * slots + slot).int()
         fetch.copies.add_(len(steps))

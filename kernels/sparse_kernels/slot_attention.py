@@ -12,13 +12,15 @@ import triton
 import triton.language as tl
 
 from . import _attention_plan as plan
+from . import _float8_bits as float8
 from . import attention_tail
 from ._attention_plan import AttentionWorkspace, check_attention
 from ._checks import check_contiguous, check_dtype, check_inner_contiguous, check_rows, check_shape
 from ._dispatch import use_triton
 from .attention_tail import AttentionTail
-from .block_store import check_host_layer, check_open_pages
+from .block_store import check_open_pages
 from .combine import LN_2, LOG2_E, combine
+from .host_block import PACKED, check_host_layer, unpack_blocks
 from .slot_maps import OPEN
 from .sparse_attention import sparse_attention_reference
 
@@ -32,7 +34,8 @@ class SlotSources:
     Attributes:
         hot: `[Hkv, S, 2, block_size, D]`, contiguous, on the GPU.
         slot_map: `[Hkv, pool blocks]` int32, contiguous: the slot of each pool block, negative if it is in none.
-        host: `[P, Hkv, blocks_per_page, 2, block_size, D]`, contiguous; a CUDA kernel needs it pinned.
+        host: `[P, Hkv, blocks_per_page, 2, block_size, D]`, contiguous, or of float8 blocks (`host_block`); a CUDA
+            kernel needs it pinned.
         open_k, open_v: `[rows * page_size, Hkv, D]`, contiguous: the pages that requests' last tokens are in.
         open_rows: `[>=B]` int32: the row of each request in them.
     """
@@ -47,11 +50,12 @@ class SlotSources:
     def check(self, out: torch.Tensor, kv_heads: int, page_size: int, block_size: int) -> None:
         """Raises ValueError unless the tensors fit together and an attention that writes `out [B, Hq, D]`."""
         batch, _, head_dim = out.shape
-        check_host_layer(self.host, page_size, kv_heads, head_dim)
+        check_host_layer(self.host, page_size, block_size, kv_heads, head_dim)
         check_shape("sources.hot", self.hot, kv_heads, None, 2, block_size, head_dim)
         check_contiguous("sources.hot", self.hot)
         check_open_pages(self.open_k, self.open_v, page_size, kv_heads, head_dim)
-        for name in ("hot", "host", "open_k", "open_v"):
+        check_dtype("sources.host", self.host, out.dtype, PACKED)
+        for name in ("hot", "open_k", "open_v"):
             check_dtype(f"sources.{name}", getattr(self, name), out.dtype)
         check_shape("sources.slot_map", self.slot_map, kv_heads, self.host.shape[0] * self.host.shape[2])
         check_dtype("sources.slot_map", self.slot_map, torch.int32)
@@ -95,6 +99,8 @@ def slot_attention_reference(
             laid_out[:, listed[found], :, h] = sources.hot[h, slot[found].long()].transpose(0, 1)
             rest = block[~found].long().to(sources.host.device)
             direct = sources.host[rest // per_page, h, rest % per_page]
+            if direct.dtype == PACKED:
+                direct = unpack_blocks(direct, block_size, q.dtype)
             laid_out[:, listed[~found], :, h] = direct.transpose(0, 1).to(q.device)
         keys, values = laid_out.flatten(1, 2)
         if length:
@@ -187,6 +193,7 @@ def _slot_attention_kernel(
     CELLS_PER_PAGE: tl.constexpr,
     TILE_CELLS: tl.constexpr,
     ROWS: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):
     BLOCKS_PER_PAGE: tl.constexpr = PAGE_SIZE // BLOCK_SIZE
     UNIT: tl.constexpr = BLOCK_SIZE * HEAD_DIM
@@ -251,15 +258,33 @@ def _slot_attention_kernel(
                 valid = (listed < limit) & (inner <= last_inner)
                 block = tl.where(is_open | is_hot, 0, -1 - location)
                 unit = (block // BLOCKS_PER_PAGE).to(tl.int64) * num_kv_heads + h
-                from_host = host_ptr + (unit * BLOCKS_PER_PAGE + block % BLOCKS_PER_PAGE) * (2 * UNIT)
+                unit = unit * BLOCKS_PER_PAGE + block % BLOCKS_PER_PAGE
                 in_slots = own_hot + tl.where(is_hot, location, 0).to(tl.int64) * (2 * UNIT)
                 in_open = ((open_token + inner) * num_kv_heads + h) * HEAD_DIM
-                at_k = tl.where(is_hot, in_slots, from_host) + offset * HEAD_DIM
+                if FLOAT8:
+                    at_k = in_slots + offset * HEAD_DIM
+                else:
+                    at_k = tl.where(is_hot, in_slots, host_ptr + unit * (2 * UNIT)) + offset * HEAD_DIM
                 at_v = tl.where(is_open, open_v_ptr + in_open, at_k + UNIT)
                 at_k = tl.where(is_open, open_k_ptr + in_open, at_k)
                 kv_mask = valid[:, None] & in_head[None, :]
+                if FLOAT8:
+                    # Most tiles have no such block: their loads are masked.
+                    is_direct = valid & (location < 0) & (location > _OPEN)
+                    direct_mask = is_direct[:, None] & in_head[None, :]
+                    kv_mask = kv_mask & (is_direct == 0)[:, None]
+                    packed = host_ptr + unit * (2 * BLOCK_SIZE * (HEAD_DIM + 1))
+                    codes = (packed + offset * HEAD_DIM)[:, None] + channels[None, :]
+                    scales = packed + 2 * UNIT + offset
+                    k_codes = tl.load(codes, mask=direct_mask, other=0)
+                    v_codes = tl.load(codes + UNIT, mask=direct_mask, other=0)
+                    k_scale = tl.load(scales, mask=is_direct, other=1).to(tl.int32)[:, None]
+                    v_scale = tl.load(scales + BLOCK_SIZE, mask=is_direct, other=1).to(tl.int32)[:, None]
                 k = tl.load(at_k[:, None] + channels[None, :], mask=kv_mask, other=0.0)
                 v = tl.load(at_v[:, None] + channels[None, :], mask=kv_mask, other=0.0)
+                if FLOAT8:
+                    k = tl.where(direct_mask, float8.decode(k_codes, k_scale).to(k.dtype), k)
+                    v = tl.where(direct_mask, float8.decode(v_codes, v_scale).to(v.dtype), v)
                 location = _resolve(location_next, own_map)
                 location_next = _load_locations(location_ptr, listed + 2 * TILE, limit, BLOCK_SIZE)
 
@@ -446,6 +471,7 @@ def slot_attention(
         CELLS_PER_PAGE=1 if tail is None else tail.value_means.shape[2],
         TILE_CELLS=attention_tail.TILE_CELLS,
         ROWS=plan.PLAN_ROWS,
+        FLOAT8=sources.host.dtype == PACKED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

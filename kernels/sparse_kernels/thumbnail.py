@@ -134,6 +134,54 @@ def _quantise_tile(keys, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def write_thumbnail(
+    k_pool,
+    page,
+    target_page,
+    h,
+    codes,
+    low_step,
+    slot_stride,
+    head_stride,
+    kv_heads,
+    BITS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLANE_WIDTH: tl.constexpr,
+):
+    """Writes the thumbnail of one head of `page` (int64) to that of `target_page` (int64)."""
+    LEVELS: tl.constexpr = 2**BITS - 1
+    LOW_BITS: tl.constexpr = 4 if BITS == 4 else 2
+    BYTES: tl.constexpr = D * LOW_BITS // 8
+    tokens = tl.arange(0, PAGE)[:, None]
+    keys = k_pool + (page * PAGE + tokens) * slot_stride + h * head_stride
+    summary = target_page * kv_heads + h
+    target = codes + (summary * PAGE + tokens) * (D * BITS // 8)
+    bounds = low_step + summary * (2 * D)
+    column = tl.arange(0, WIDTH)
+    packed = tl.zeros((PAGE, WIDTH), tl.int32)
+    for s in tl.static_range(8 // LOW_BITS):
+        channels = s * BYTES + column
+        tile = tl.load(keys + channels[None, :], mask=column[None, :] < BYTES, other=0.0).to(tl.float32)
+        tile_codes, low_bits, step_bits = _quantise_tile(tile, LEVELS)
+        packed |= (tile_codes & (2**LOW_BITS - 1)) << (s * LOW_BITS)
+        tl.store(bounds + channels, low_bits.to(tl.int16), mask=column < BYTES)
+        tl.store(bounds + D + channels, step_bits.to(tl.int16), mask=column < BYTES)
+    tl.store(target + column[None, :], packed.to(tl.uint8), mask=column[None, :] < BYTES)
+    if BITS == 3:
+        # The plane of the high bit divides the channels otherwise; its codes are computed anew.
+        column = tl.arange(0, PLANE_WIDTH)
+        packed = tl.zeros((PAGE, PLANE_WIDTH), tl.int32)
+        for s in range(8):
+            channels = s * (D // 8) + column
+            tile = tl.load(keys + channels[None, :], mask=column[None, :] < D // 8, other=0.0).to(tl.float32)
+            tile_codes, low_bits, step_bits = _quantise_tile(tile, LEVELS)
+            packed |= (tile_codes >> 2) << s
+        tl.store(target + D // 4 + column[None, :], packed.to(tl.uint8), mask=column[None, :] < D // 8)
+
+
+@triton.jit
 def _thumbnail_kernel(
     k_pool,
     pages,
@@ -150,36 +198,31 @@ def _thumbnail_kernel(
     PLANE_WIDTH: tl.constexpr,
 ):
     page = tl.load(pages + tl.program_id(0)).to(tl.int64)
-    h = tl.program_id(1)
-    LEVELS: tl.constexpr = 2**BITS - 1
-    LOW_BITS: tl.constexpr = 4 if BITS == 4 else 2
-    BYTES: tl.constexpr = D * LOW_BITS // 8
     if page >= 0:
-        tokens = tl.arange(0, PAGE)[:, None]
-        keys = k_pool + (page * PAGE + tokens) * slot_stride + h * head_stride
-        summary = tl.load(targets + tl.program_id(0)).to(tl.int64) * kv_heads + h
-        target = codes + (summary * PAGE + tokens) * (D * BITS // 8)
-        bounds = low_step + summary * (2 * D)
-        column = tl.arange(0, WIDTH)
-        packed = tl.zeros((PAGE, WIDTH), tl.int32)
-        for s in range(8 // LOW_BITS):
-            channels = s * BYTES + column
-            tile = tl.load(keys + channels[None, :], mask=column[None, :] < BYTES, other=0.0).to(tl.float32)
-            tile_codes, low_bits, step_bits = _quantise_tile(tile, LEVELS)
-            packed |= (tile_codes & (2**LOW_BITS - 1)) << (s * LOW_BITS)
-            tl.store(bounds + channels, low_bits.to(tl.int16), mask=column < BYTES)
-            tl.store(bounds + D + channels, step_bits.to(tl.int16), mask=column < BYTES)
-        tl.store(target + column[None, :], packed.to(tl.uint8), mask=column[None, :] < BYTES)
-        if BITS == 3:
-            # The plane of the high bit divides the channels otherwise; its codes are computed anew.
-            column = tl.arange(0, PLANE_WIDTH)
-            packed = tl.zeros((PAGE, PLANE_WIDTH), tl.int32)
-            for s in range(8):
-                channels = s * (D // 8) + column
-                tile = tl.load(keys + channels[None, :], mask=column[None, :] < D // 8, other=0.0).to(tl.float32)
-                tile_codes, low_bits, step_bits = _quantise_tile(tile, LEVELS)
-                packed |= (tile_codes >> 2) << s
-            tl.store(target + D // 4 + column[None, :], packed.to(tl.uint8), mask=column[None, :] < D // 8)
+        write_thumbnail(
+            k_pool,
+            page,
+            tl.load(targets + tl.program_id(0)).to(tl.int64),
+            tl.program_id(1),
+            codes,
+            low_step,
+            slot_stride,
+            head_stride,
+            kv_heads,
+            BITS,
+            D,
+            PAGE,
+            WIDTH,
+            PLANE_WIDTH,
+        )
+
+
+def code_widths(head_dim: int, bits: int) -> dict[str, int]:
+    """Constants `WIDTH` and `PLANE_WIDTH` of `write_thumbnail`."""
+    return {
+        "WIDTH": triton.next_power_of_2(head_dim * (4 if bits == 4 else 2) // 8),
+        "PLANE_WIDTH": triton.next_power_of_2(head_dim // 8),
+    }
 
 
 def _thumbnail_triton(
@@ -207,9 +250,8 @@ def _thumbnail_triton(
         BITS=bits,
         D=head_dim,
         PAGE=page_size,
-        WIDTH=triton.next_power_of_2(head_dim * (4 if bits == 4 else 2) // 8),
-        PLANE_WIDTH=triton.next_power_of_2(head_dim // 8),
-        num_warps=8 if page_size * head_dim > 8192 else 4,
+        **code_widths(head_dim, bits),
+        num_warps=max(4, min(16, page_size * head_dim // 512)),
     )
 
 

@@ -39,8 +39,7 @@ def install_lookahead(model: Any, decode: OffloadedDecode, options: SparseDecode
         logger.warning("Sparse decode prefetches nothing: %s.", error)
         return
     assert forecast is not None
-    g = decode.geometry
-    budget = int(options.forecast_budget * MIB) // (g.block_size * g.kv_bytes)
+    budget = int(options.forecast_budget * MIB) // decode.missed_block_bytes
     lookahead = Lookahead(
         forecast,
         decode,

@@ -92,7 +92,7 @@ class Metrics:
         self._offload: CounterWindow[list[int]] | None = None
         if step.offload_totals is not None:
             self._offload = CounterWindow(step.offload_totals, lambda totals: totals.sum(0).tolist())
-            self._block_bytes = step.geometry.block_size * step.geometry.kv_bytes
+            self._block_bytes = step.missed_block_bytes
             self._looked_up = series(
                 "counter", "offload_blocks", "Blocks that steps looked up in slots, by what became of them.", "kind"
             )

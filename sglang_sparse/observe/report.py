@@ -96,6 +96,8 @@ def decode_line(reading: Reading) -> str | None:
 
 def log_decode(backend: SparseDecodeBackend) -> None:
     """Logs what the steps of the last interval read, if there were any."""
-    line = decode_line(backend.step.counters.read_recent())
+    reading = backend.step.counters.read_recent()
+    line = decode_line(reading)
     if line:
         logger.info(line)
+    backend.after_log(reading.steps)

@@ -14,6 +14,7 @@ from sglang_sparse.backend import SparseDecodeBackend, checked_geometry
 from sglang_sparse.forecast import lookahead
 from sglang_sparse.forecast.server import install_lookahead
 from sglang_sparse.geometry import table_pages
+from sglang_sparse.offload import prefill_attention, shares
 from sglang_sparse.offload.decode import OffloadedDecode
 from sglang_sparse.offload.kv_pool import OffloadKVPool
 from sglang_sparse.offload.prefill import PrefillBatch, StagedPrefill
@@ -116,13 +117,16 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             staging_tokens=pool.sizes.staging_tokens,
             device=pool.device,
             streams=streams,
+            hot=self.offloaded.offload,
         )
+        self._advice = shares.ShareAdvice(self.offloaded.cache.totals, list(pool.sizes.slots))
         self.audit = None
         self._prefill_backend: Any = None
         logger.info("Sparse decode with %s.", pool.sizes.describe())
 
-    def make_prefill(self) -> OffloadPrefillBackend:
-        """The prefill backend that belongs to this one."""
+    def make_prefill(self, name: str) -> OffloadPrefillBackend:
+        """The prefill backend that belongs to this one; `name` is the one that SGLang would have built."""
+        self.prefill.attention = prefill_attention.choose(self.step.geometry, self.kv_pool.device, name)
         self._prefill_backend = OffloadPrefillBackend(self)
         return self._prefill_backend
 
@@ -135,7 +139,9 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             self.step.control.before_step()
         batch = forward_batch.batch_size
         rows = forward_batch.req_pool_indices[:batch]
-        self.offloaded.load(self.req_to_token, rows, forward_batch.seq_lens[:batch], rows.int())
+        self.offloaded.load(
+            self.req_to_token, rows, forward_batch.seq_lens[:batch], rows.int(), forward_batch.out_cache_loc
+        )
 
     def forward_decode(
         self,
@@ -159,15 +165,16 @@ class OffloadDecodeBackend(SparseDecodeBackend):
 
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, `[slots, Hkv, D]`, copied together from the host pool: for checks."""
-        blocks = self.offloaded.host.blocks[layer].permute(3, 0, 2, 4, 1, 5)
+        host = self.offloaded.host
+        blocks = host.decoded(host.blocks[layer]).permute(3, 0, 2, 4, 1, 5)
         keys, values = blocks.reshape(2, -1, *blocks.shape[-2:]).to(self.kv_pool.device)
         return keys, values
 
     def offload_report(self) -> dict[str, Any] | None:
         """Sizes, and what was found in slots since start, over layers and KV heads."""
         sizes = self.kv_pool.sizes
-        totals = dict(zip(TOTALS, self.offloaded.cache.totals.sum(0).tolist(), strict=True))
-        block_bytes = self.step.geometry.block_size * self.step.geometry.kv_bytes
+        by_layer = self.offloaded.cache.totals.tolist()
+        totals = {kind: sum(row[i] for row in by_layer) for i, kind in enumerate(TOTALS)}
         return {
             "host_pages": sizes.host_pages,
             "host_bytes": sizes.host_bytes,
@@ -175,9 +182,14 @@ class OffloadDecodeBackend(SparseDecodeBackend):
             "hot_bytes": sizes.hot_bytes,
             "staging_tokens": sizes.staging_tokens,
             **totals,
-            "missed_bytes": totals["misses"] * block_bytes,
-            "forecast": lookahead.report(self.offloaded.lookahead, totals["misses"], block_bytes),
+            **{f"{kind}_by_layer": [row[i] for row in by_layer] for i, kind in enumerate(TOTALS)},
+            "better_slot_shares": shares.better_shares(by_layer, list(sizes.slots)),
+            "missed_bytes": totals["misses"] * sizes.host_block_bytes,
+            "forecast": lookahead.report(self.offloaded.lookahead, totals["misses"], sizes.host_block_bytes),
         }
+
+    def after_log(self, steps: int) -> None:
+        self._advice.after(steps)
 
     def check_slots(self) -> int:
         """Slots that do not hold their block's bytes, or blocks that are in two slots; waits for the device."""
@@ -190,6 +202,7 @@ class OffloadDecodeBackend(SparseDecodeBackend):
                 (blocks,) = (maps.slot_map[h] >= 0).nonzero(as_tuple=True)
                 slots = maps.slot_map[h, blocks].long()
                 wrong += int((maps.slot_block[h, slots] != blocks).sum())
-                own = host[(blocks // per_page).cpu(), h, (blocks % per_page).cpu()].to(hot.device)
+                own = host[(blocks // per_page).cpu(), h, (blocks % per_page).cpu()]
+                own = self.offloaded.host.decoded(own).to(hot.device)
                 wrong += int((hot[h, slots] != own).flatten(1).any(1).sum())
         return wrong

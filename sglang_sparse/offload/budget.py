@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
+
 from sglang_sparse import memory
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.errors import OffloadError
@@ -20,7 +22,7 @@ from sglang_sparse.offload.sizing import (
     plan_sizes,
 )
 from sglang_sparse.option_values import OptionsError, parse_memory
-from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.options import FLOAT8_HOST, SparseDecodeOptions
 from sglang_sparse.selection import make_estimator
 from sglang_sparse.tail import make_tail
 
@@ -41,6 +43,7 @@ class OffloadPoolConfigurator:
         context: tokens of the longest request.
         max_pages: pages that tables have room for.
         max_requests: requests that may run at once.
+        device: where the steps run.
         on_error: called if what was asked for cannot be had; SGLang would print a traceback.
     """
 
@@ -54,6 +57,7 @@ class OffloadPoolConfigurator:
         context: int,
         max_pages: int,
         max_requests: int,
+        device: torch.device | str = "cpu",
         on_error: Callable[[BaseException], NoReturn],
     ) -> None:
         self._inner = inner
@@ -61,9 +65,11 @@ class OffloadPoolConfigurator:
         self._options = options
         tail = make_tail(options, geometry)
         summary = make_estimator(options, geometry).summary_bytes() + (tail.summary_bytes() if tail else 0)
-        self._shape = OffloadShape(geometry, layers, summary, max_requests + EXTRA_ROWS)
+        self._shape = OffloadShape(
+            geometry, layers, summary, max_requests + EXTRA_ROWS, options.host_dtype == FLOAT8_HOST
+        )
         self._step_bytes = memory.step_buffer_bytes(
-            options, geometry, layers=layers, max_pages=max_pages, max_requests=max_requests
+            options, geometry, layers=layers, max_pages=max_pages, max_requests=max_requests, device=device
         )
         self._context = context
         self.sizes: OffloadSizes | None = None

@@ -15,7 +15,7 @@ from sglang_sparse.observe.layer_clock import ATTENTION
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.step import OffloadStep
 from sglang_sparse.offload.streams import Streams
-from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.options import FLOAT8_HOST, SparseDecodeOptions
 
 
 class OffloadedDecode(DecodeStep):
@@ -60,7 +60,8 @@ class OffloadedDecode(DecodeStep):
             device=device,
             **more,
         )
-        self.host = HostPool(geometry, layers=len(slots), pages=pages, device=device)
+        float8 = options.host_dtype == FLOAT8_HOST
+        self.host = HostPool(geometry, layers=len(slots), pages=pages, device=device, float8=float8)
         self.cache = HotCache(geometry, pages=pages, slots=slots, rows=rows, device=device)
         self.offload = OffloadStep(
             self.cache,
@@ -82,6 +83,11 @@ class OffloadedDecode(DecodeStep):
     @property
     def forecast_totals(self) -> torch.Tensor | None:
         return self.lookahead.totals if self.lookahead else None
+
+    @property
+    def missed_block_bytes(self) -> int:
+        block = self.host.blocks[0, 0, 0, 0]
+        return block.numel() * block.element_size()
 
     def write_chunk(
         self,
@@ -116,16 +122,23 @@ class OffloadedDecode(DecodeStep):
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
         rows: torch.Tensor,
+        places: torch.Tensor,
     ) -> None:
         """Announces a step. Runs outside the graph.
 
-        Arguments as for `DecodeBuffers.load`; `rows [B]` int32 are the requests' rows of open pages.
+        Arguments as for `DecodeBuffers.load`; `rows [B]` int32 are the requests' rows of open pages, `places`
+        where the pool's owner put their new tokens, at least those of the rows before the padded ones. What is written
+        goes there and not where the request table says: the row of a request that has ended may be another's by now,
+        with a cached prefix in that place.
         """
         b, g, batch = self.buffers, self.geometry, len(seq_lens)
         b.load(req_to_token, req_pool_indices, seq_lens)
-        self.offload.load(b.page_table, b.seq_lens[:batch], rows)
+        places = torch.nn.functional.pad(places[:batch].long(), (0, max(0, batch - len(places))))
+        self.offload.load(places, b.seq_lens[:batch], rows)
         if self.lookahead:
             self.lookahead.begin(batch)
+        closing = b.closing_pages[:batch]
+        closing.copy_(torch.where(closing >= 0, places // g.page_size, -1))
         self._closing_rows[:batch] = torch.where(b.closing_pages[:batch] >= 0, rows, -1)
         # Estimators find the keys of an open page by the page table: there it is the row. Of this entry nobody else
         # reads anything; a page that is full has a summary, under its own number.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
-from sparse_kernels import FetchList, SlotMaps, SlotSources
+from sparse_kernels import FetchList, SlotMaps, SlotSources, block_gather, block_unpack, unpack_blocks
+from sparse_kernels.host_block import PACKED, packed_bytes
 from sparse_kernels.slot_assign import AGES
 from sparse_kernels.slot_maps import TOTALS
 
@@ -15,20 +17,46 @@ from sglang_sparse.offload.sizing import HOST_FLAG
 
 
 class HostPool:
-    """All keys and values: `[layers, P, Hkv, blocks_per_page, 2, block, D]` in host memory, pinned for a GPU.
+    """All keys and values in host memory, pinned for a GPU: `[layers, P, Hkv, blocks_per_page, 2, block, D]` in the
+    model's dtype, or `[layers, P, Hkv, blocks_per_page, bytes]` uint8 of float8 blocks (`sparse_kernels.host_block`).
 
     Page 0 is SGLang's padding page. Raises OffloadError if the memory cannot be had.
     """
 
     def __init__(
-        self, geometry: Geometry, *, layers: int, pages: int, device: torch.device | str, flag: str = HOST_FLAG
+        self,
+        geometry: Geometry,
+        *,
+        layers: int,
+        pages: int,
+        device: torch.device | str,
+        float8: bool = False,
+        flag: str = HOST_FLAG,
     ) -> None:
-        g = geometry
-        shape = (layers, pages, g.kv_heads, g.blocks_per_page, 2, g.block_size, g.head_dim)
-        size = layers * pages * g.kv_heads * g.page_size * g.kv_bytes
+        g = self._geometry = geometry
+        self.float8 = float8
+        block = (packed_bytes(g.block_size, g.head_dim),) if float8 else (2, g.block_size, g.head_dim)
+        dtype = PACKED if float8 else g.dtype
+        shape = (layers, pages, g.kv_heads, g.blocks_per_page, *block)
         registrar = CudaRegistrar() if torch.device(device).type == "cuda" else None
-        self.memory = HostMemory(size, flag=flag, registrar=registrar)
-        self.blocks = self.memory.tensor(shape, g.dtype)
+        self.memory = HostMemory(math.prod(shape) * dtype.itemsize, flag=flag, registrar=registrar)
+        self.blocks = self.memory.tensor(shape, dtype)
+
+    def copy_blocks(
+        self,
+        layer: int,
+        target: torch.Tensor,
+        source_index: torch.Tensor,
+        target_index: torch.Tensor,
+        count: torch.Tensor,
+    ) -> None:
+        """`block_gather` from a layer into `target [m, 2, block, D]`; float8 blocks are decoded on their way."""
+        copy = block_unpack if self.float8 else block_gather
+        copy(self.blocks[layer].flatten(0, 2), target, source_index, target_index, count)
+
+    def decoded(self, blocks: torch.Tensor) -> torch.Tensor:
+        """A part of the pool, whole blocks, as `[..., 2, block, D]` in the model's dtype: for checks."""
+        return unpack_blocks(blocks, self._geometry.block_size, self._geometry.dtype) if self.float8 else blocks
 
     def close(self) -> None:
         """Gives the memory back; the pool cannot be used any more."""
@@ -61,6 +89,7 @@ class HotCache:
         self.open_v = torch.zeros_like(self.open_k)
         self.demand = FetchList.create(g.kv_heads, max(slots), device)
         self.expected = FetchList.create(g.kv_heads, max(slots), device)
+        self.installed = FetchList.create(g.kv_heads, max(slots), device)
         # Slots that were never used have stamp 0: they are the oldest from the first step on.
         self.epoch = torch.full((1,), AGES[0], dtype=torch.int32, device=device)
         self.totals = torch.zeros((self.layers, len(TOTALS)), dtype=torch.int64, device=device)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from sparse_kernels import block_gather
-from torch.nn.attention.bias import causal_lower_right
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.pools import HostPool
+from sglang_sparse.offload.prefill_attention import PrefillAttention, TorchAttention
+from sglang_sparse.offload.step import OffloadStep
 from sglang_sparse.offload.streams import LOAD, STORE, Streams
 
 LAYERS_STAGED = 2
@@ -57,6 +57,9 @@ class StagedPrefill:
     Args:
         write: stores a layer's new tokens; called on the `store` stream.
         staging_tokens: prefix tokens of a batch, over all requests, that are on the GPU at a time in one layer.
+        attention: what attends; None for torch.
+        hot: whose slots get blocks of the batch as far as they are not in use, so that its first steps miss less; on
+            the `store` stream. None for nothing.
     """
 
     def __init__(
@@ -68,14 +71,20 @@ class StagedPrefill:
         staging_tokens: int,
         device: torch.device | str,
         streams: Streams | None = None,
+        attention: PrefillAttention | None = None,
+        hot: OffloadStep | None = None,
     ) -> None:
+        self._hot = hot
         g = self._geometry = geometry
+        self.attention = attention or TorchAttention(geometry)
         self._host, self._write = host, write
         self.streams = streams or Streams()
         self.layers = host.blocks.shape[0]
         self.pages = staging_tokens // g.page_size
-        shape = (LAYERS_STAGED, self.pages, *host.blocks.shape[2:])
+        shape = (LAYERS_STAGED, self.pages, g.kv_heads, g.blocks_per_page, 2, g.block_size, g.head_dim)
         self._staging = torch.empty(shape, dtype=g.dtype, device=device)
+        self._staged_pages = torch.zeros(host.blocks.shape[1], dtype=torch.int32, device=device)
+        """Where a page of the pool is in the staging, if it is one of the batch's prefixes."""
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._batch: PrefillBatch | None = None
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -94,31 +103,53 @@ class StagedPrefill:
             raise ValueError(f"prefixes of {sum(counts)} pages exceed the staging of {self.pages}")
         self._batch = batch
         self._pool_slots, self._open_slots = batch.places(g.page_size)
+        self.attention.begin(batch.prefix_lens, batch.extend_lens, device)
         pages = torch.cat([batch.page_table[r, :count] for r, count in enumerate(counts)])
         units = g.kv_heads * g.blocks_per_page
         inner = torch.arange(units, dtype=torch.int32, device=device)
         self._source = (pages[:, None].int() * units + inner).flatten()
         self._target = torch.arange(len(self._source), dtype=torch.int32, device=device)
+        self._staged_pages[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=device)
+        self._prefix_blocks = self._latest_first(batch, counts, [0] * len(counts))
+        ends = [(p + e) // g.page_size for p, e in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+        self._new_blocks = self._latest_first(batch, ends, counts)
         # What a stream still reads from the last batch was waited for in its `end`.
         self._count.fill_(len(self._source))
+        if self._hot is not None:
+            self._hot.begin()
         self.streams.record("prefill")
         with self.streams.on(LOAD):
             self.streams.wait("prefill")
             for layer in range(min(LAYERS_STAGED, self.layers)):
                 self._load(layer)
 
+    def _latest_first(self, batch: PrefillBatch, ends: list[int], starts: list[int]) -> torch.Tensor:
+        """`[n]` int32, the pool blocks of each request's pages from `starts` to `ends`, its last one first."""
+        per_page, table = self._geometry.blocks_per_page, batch.page_table
+        pages = torch.cat(
+            [table[r, start:end].flip(0) for r, (start, end) in enumerate(zip(starts, ends, strict=True))]
+        )
+        inner = torch.arange(per_page - 1, -1, -1, dtype=torch.int32, device=table.device)
+        return (pages[:, None].int() * per_page + inner).flatten()
+
+    def _install_blocks(self, layer: int) -> None:
+        """Brings the batch's blocks of a layer into idle slots, on the current stream: new ones before prefixes, which
+        are copied from the staging, where the layer's are by now."""
+        if self._hot is None:
+            return
+        self._hot.install(layer, self._new_blocks)
+        if len(self._prefix_blocks):
+            place = layer % LAYERS_STAGED
+            self.streams.operation("install", reads=[("staging", place)], writes=())
+            self._hot.install(layer, self._prefix_blocks, self._staging[place], self._staged_pages)
+
     def _load(self, layer: int) -> None:
         """Loads a layer's prefixes, on the current stream."""
         place = layer % LAYERS_STAGED
         self.streams.operation("load", reads=[("host", layer)], writes=[("staging", place)])
         if len(self._source):
-            block_gather(
-                self._host.blocks[layer].flatten(0, 2),
-                self._staging[place].flatten(0, 2),
-                self._source,
-                self._target,
-                self._count,
-            )
+            staging = self._staging[place].flatten(0, 2)
+            self._host.copy_blocks(layer, staging, self._source, self._target, self._count)
         self.streams.record(f"loaded {layer}")
 
     def attend(
@@ -133,40 +164,24 @@ class StagedPrefill:
             out: `[T, Hq, D]`, written.
         """
         assert self._batch is not None
-        batch, g, place = self._batch, self._geometry, layer % LAYERS_STAGED
+        place = layer % LAYERS_STAGED
         self._release(layer - LAYERS_STAGED)
         self._held[layer] = k, v
         self.streams.wait(f"loaded {layer}")
         self.streams.record(f"made {layer}")
         with self.streams.on(STORE):
             self.streams.wait(f"made {layer}")
-            self._write(layer, k, v, self._pool_slots, self._open_slots, batch.extend_lens)
+            self._write(layer, k, v, self._pool_slots, self._open_slots, self._batch.extend_lens)
+            self._install_blocks(layer)
             self.streams.record(f"stored {layer}")
+            self.streams.record(f"installed {layer}")
         self.streams.operation("prefill", reads=[("staging", place)], writes=["prefill output"])
-        first_page = first = 0
-        for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True):
-            pages, own = prefix // g.page_size, slice(first, first + extend)
-            # The one copy of a prefix that `sizing` has room for.
-            both = torch.empty((2, g.kv_heads, prefix + extend, g.head_dim), dtype=g.dtype, device=q.device)
-            if pages:
-                staged = self._staging[place, first_page : first_page + pages].permute(3, 1, 0, 2, 4, 5)
-                both[:, :, :prefix].unflatten(2, staged.shape[2:5]).copy_(staged)
-            both[0, :, prefix:], both[1, :, prefix:] = k[own].transpose(0, 1), v[own].transpose(0, 1)
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                q[own].transpose(0, 1)[None],
-                both[0][None],
-                both[1][None],
-                attn_mask=causal_lower_right(extend, prefix + extend) if prefix else None,
-                is_causal=not prefix,
-                scale=scale,
-                enable_gqa=g.group_size > 1,
-            )
-            out[own] = attended[0].transpose(0, 1)
-            first_page, first = first_page + pages, first + extend
+        self.attention.attend(q, k, v, self._staging[place], scale=scale, out=out)
         if layer + LAYERS_STAGED < self.layers:
             self.streams.record(f"read {layer}")
             with self.streams.on(LOAD):
                 self.streams.wait(f"read {layer}")
+                self.streams.wait(f"installed {layer}")
                 self._load(layer + LAYERS_STAGED)
 
     def end(self) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparse_kernels.host_block import packed_bytes
+from sparse_kernels.slot_maps import MAX_POOL_BLOCKS
+
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.errors import OffloadError
 from sglang_sparse.offload.limits import MemoryLimit
@@ -17,6 +20,9 @@ STAGING_FLAG = flag("staging")
 MIN_HOT_SHARE = 0.25
 """Of the GPU memory left by open pages and staging, for slots, unless the hot cache has a size: a pool of which nothing
 is cached would be read over PCIe alone."""
+
+INDEX_LIMIT = 2**31 - 1
+"""Kernels count blocks and tokens of a layer in int32; what they make of that into addresses is int64."""
 
 LONG_SEQUENCE = 128 << 10
 """Tokens of the sequences that sizes are told in."""
@@ -32,6 +38,8 @@ class OffloadShape:
     """Bytes a token that summaries of one layer and KV head take on the GPU, mean values included."""
     open_rows: int
     """Requests that may decode at once, and SGLang's padding row."""
+    float8_host: bool = False
+    """Whether the host pool has float8 blocks."""
 
     @property
     def heads(self) -> int:
@@ -42,8 +50,13 @@ class OffloadShape:
         return self.geometry.block_size * self.geometry.kv_bytes
 
     @property
+    def host_block_bytes(self) -> int:
+        g = self.geometry
+        return packed_bytes(g.block_size, g.head_dim) if self.float8_host else self.block_bytes
+
+    @property
     def host_page_bytes(self) -> int:
-        return self.heads * self.geometry.page_size * self.geometry.kv_bytes
+        return self.heads * self.geometry.blocks_per_page * self.host_block_bytes
 
     @property
     def gpu_page_bytes(self) -> float:
@@ -53,12 +66,22 @@ class OffloadShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Of one slot in each layer and KV head: a block, its number, its stamp, its places on the lists of misses."""
-        return self.heads * (self.block_bytes + 2 * 4) + 2 * self.geometry.kv_heads * 3 * 4
+        """Of one slot in each layer and KV head: a block, its number, its stamp, its places on three lists."""
+        return self.heads * (self.block_bytes + 2 * 4) + 3 * self.geometry.kv_heads * 3 * 4
 
     @property
     def open_bytes(self) -> int:
-        return self.open_rows * self.host_page_bytes
+        return self.open_rows * self.heads * self.geometry.page_size * self.geometry.kv_bytes
+
+    @property
+    def most_pages(self) -> int:
+        """Of which tokens, and the blocks of one layer over KV heads, can be numbered."""
+        g = self.geometry
+        return min(
+            INDEX_LIMIT // g.page_size,
+            MAX_POOL_BLOCKS // g.blocks_per_page,
+            INDEX_LIMIT // (g.kv_heads * g.blocks_per_page),
+        )
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,8 @@ class OffloadSizes:
     staging_bytes: int
     open_bytes: int
     page_size: int
+    host_block_bytes: int
+    """Of a block of one layer and KV head: what a miss reads."""
 
     @property
     def tokens(self) -> int:
@@ -120,13 +145,24 @@ def check_host_bytes(asked: int, limit: MemoryLimit) -> None:
         )
 
 
-def share_slots(total: int, layers: int, shares: Sequence[float] | None) -> tuple[int, ...]:
-    """`total` slots over layers, equally or by `shares`; rounding loses less than one a layer."""
+def share_slots(total: int, layers: int, shares: Sequence[float] | None, most: int) -> tuple[int, ...]:
+    """`total` slots over layers, equally or by `shares`, up to `most` in each; what a layer cannot use goes to others
+    by their shares, and rounding loses less than one a layer."""
     if shares is None:
-        return (total // layers,) * layers
+        shares = (1.0,) * layers
     if len(shares) != layers or min(shares) < 0 or not sum(shares) > 0:
         raise OffloadError(f"{HOT_FLAG}: {len(shares)} shares do not fit {layers} layers")
-    return tuple(int(total * share / sum(shares)) for share in shares)
+    full: set[int] = set()
+    while True:
+        left = total - most * len(full)
+        whole = sum(share for layer, share in enumerate(shares) if layer not in full)
+        given = [
+            most if layer in full else int(left * share / whole) if whole else 0 for layer, share in enumerate(shares)
+        ]
+        over = {layer for layer, count in enumerate(given) if count > most}
+        if not over:
+            return tuple(given)
+        full |= over
 
 
 def plan_sizes(
@@ -170,7 +206,11 @@ def plan_sizes(
             f"GPU's KV budget of {gpu_bytes / GIB:.2f} GiB: ask for less"
         )
     kept_for_slots = int(MIN_HOT_SHARE * left) if hot_bytes is None else hot_bytes
-    pages = min(host_bytes // shape.host_page_bytes, int((left - kept_for_slots) / shape.gpu_page_bytes))
+    pages = min(
+        host_bytes // shape.host_page_bytes,
+        int((left - kept_for_slots) / shape.gpu_page_bytes),
+        shape.most_pages,
+    )
     # The padding page, and one to write to.
     if pages < 2:
         if host_bytes < 2 * shape.host_page_bytes:
@@ -185,7 +225,7 @@ def plan_sizes(
     hot = left - summaries if hot_bytes is None else hot_bytes
     # A cache cannot use more slots than there are blocks.
     total = min(int(hot / shape.slot_bytes), pages * g.blocks_per_page) * shape.layers
-    slots = tuple(min(each, pages * g.blocks_per_page) for each in share_slots(total, shape.layers, shares))
+    slots = share_slots(total, shape.layers, shares, pages * g.blocks_per_page)
     return OffloadSizes(
         host_pages=int(pages),
         slots=slots,
@@ -196,4 +236,5 @@ def plan_sizes(
         staging_bytes=staging,
         open_bytes=shape.open_bytes,
         page_size=g.page_size,
+        host_block_bytes=shape.host_block_bytes,
     )

@@ -19,8 +19,10 @@ from sparse_kernels import (
     block_store,
     slot_assign,
     slot_attention,
+    slot_claim,
     slot_lookup,
 )
+from sparse_kernels.slot_assign import IDLE
 
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.streams import PREFETCH, Streams
@@ -57,26 +59,25 @@ class OffloadStep:
         self.open_slots = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self.open_rows = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
-    def load(self, page_table: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
+    def load(self, places: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
         """Notes where the new token of each request goes. Runs outside the graph, before the step.
 
         Args:
-            page_table: `[>=B, max_pages]` int32, pages of the pool.
+            places: `[B]`, the new token's place in the pool; not used for padded rows.
             seq_lens: `[B]` int32, the new token included; 0 for padded rows.
             rows: `[B]`, each request's row of the open pages.
         """
         batch, page = len(seq_lens), self.cache.geometry.page_size
         last = (seq_lens - 1).clamp_min(0)
-        pages = page_table[:batch].gather(1, (last // page).long()[:, None])[:, 0]
         used = seq_lens > 0
         self.open_rows[:batch] = rows
-        self.pool_slots[:batch] = torch.where(used, pages.long() * page + last % page, -1)
+        self.pool_slots[:batch] = torch.where(used, places, -1)
         self.open_slots[:batch] = torch.where(used, self.open_rows[:batch] * page + last % page, -1)
         self.pool_slots[batch:] = -1
         self.open_slots[batch:] = -1
 
     def begin(self) -> None:
-        """The step's first operation, inside the graph: its epoch."""
+        """The step's first operation, inside the graph: its epoch. A prefill batch that installs has one, too."""
         self.streams.operation("epoch", reads=(), writes=["epoch"])
         self.cache.epoch.add_(1)
 
@@ -102,6 +103,7 @@ class OffloadStep:
             open_k=self.cache.open_k[layer],
             open_v=self.cache.open_v[layer],
             page_size=self.cache.geometry.page_size,
+            block_size=self.cache.geometry.block_size,
         )
 
     def fetch(
@@ -153,6 +155,37 @@ class OffloadStep:
             self.streams.wait("fork")
             yield
             self.streams.record(f"prefetched {layer}")
+
+    def install(
+        self,
+        layer: int,
+        blocks: torch.Tensor,
+        source: torch.Tensor | None = None,
+        source_pages: torch.Tensor | None = None,
+    ) -> None:
+        """Brings blocks into slots that no step has used lately, and only there; on the current stream, in no graph.
+
+        What it brings, or finds in slots, stays for this epoch; after that it gives way first until a step reads it.
+
+        Args:
+            blocks: `[n]` int32, pool blocks, those that matter most first.
+            source: `[pages, Hkv, blocks_per_page, 2, block, D]` on the GPU, which holds them too; None for the host.
+            source_pages: `[P]` int32, where the source has each page.
+        """
+        cache, g = self.cache, self.cache.geometry
+        maps, fetch = cache.maps[layer], cache.installed
+        if not maps.slots or not len(blocks):
+            return
+        work = ("list", IDLE)
+        self.streams.operation("claim", reads=["epoch"], writes=[("maps", layer), work])
+        slot_claim(blocks, cache.epoch, maps, fetch, lag=IDLE)
+        slot_assign(cache.epoch, maps, fetch, lag=IDLE, blocks_per_page=g.blocks_per_page, source_pages=source_pages)
+        slots = cache.hot[layer].flatten(0, 1)
+        self.streams.operation("gather", reads=[("host", layer), work], writes=[("hot", layer)])
+        if source is None:
+            self.host.copy_blocks(layer, slots, fetch.source, fetch.target, fetch.copies)
+        else:
+            block_gather(source.flatten(0, 2), slots, fetch.source, fetch.target, fetch.copies)
 
     def attend(
         self,
@@ -232,10 +265,4 @@ class OffloadStep:
         if not maps.slots:
             return
         self.streams.operation("gather", reads=[("host", layer), work], writes=[("hot", layer)])
-        block_gather(
-            self.host.blocks[layer].flatten(0, 2),
-            cache.hot[layer].flatten(0, 1),
-            fetch.source,
-            fetch.target,
-            fetch.copies,
-        )
+        self.host.copy_blocks(layer, cache.hot[layer].flatten(0, 1), fetch.source, fetch.target, fetch.copies)

@@ -14,6 +14,7 @@ from sparse_kernels import (
     block_mass_statistics,
     block_mass_thumbnail,
     block_statistics,
+    page_summary,
     thumbnail,
 )
 
@@ -208,6 +209,31 @@ class ThumbnailEstimator:
         codes, low_step = summary
         page_size = self._geometry.page_size
         thumbnail(k_pool, pages, bits=self._bits, page_size=page_size, codes=codes, low_step=low_step, targets=targets)
+
+    def update_with_means(
+        self,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        pages: torch.Tensor,
+        summary: Summary,
+        means: torch.Tensor,
+        targets: torch.Tensor | None = None,
+    ) -> None:
+        """`update`, and the mean values of the same pages into `means` `[P, Hkv, cells, D]`, in one launch."""
+        codes, low_step = summary
+        page_size = self._geometry.page_size
+        page_summary(
+            k_pool,
+            v_pool,
+            pages,
+            bits=self._bits,
+            page_size=page_size,
+            cell=page_size // means.shape[2],
+            codes=codes,
+            low_step=low_step,
+            means=means,
+            targets=targets,
+        )
 
     def block_mass(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -162,6 +163,16 @@ def test_tpot_measures_dense_and_sparse_in_turn(
     pytest.importorskip("matplotlib")
     assert main(["plot", "--csv", str(path), "--out", str(plotted)]) == 0
     assert plotted.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tpot_compares_distributions_with_the_first_server(served: FakeServer, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    common = ["--model", str(model), "--context", "500", "--results", str(path), "--logs", str(tmp_path)]
+    assert main(["tpot", *common, "--batch", "1", "2", "--tokens", "20", "--kl-tokens", "4"]) == 0
+    rows = [row for row in read_results(path, "--csv") if row["bench"] == "tpot"]
+    assert [row["kl"] for row in rows[:2]] == ["", ""]
+    named = 0.9 * math.log(0.9 / 0.8) + 0.05 * math.log(0.05 / 0.1)
+    assert [float(row["kl"]) for row in rows[2:]] == pytest.approx([named + 0.05 * math.log(0.05 / 0.1)] * 2, rel=1e-3)
 
 
 def test_load_measures_each_concurrency(served: FakeServer, model: Path, tmp_path: Path) -> None:

@@ -118,9 +118,9 @@ def test_the_budget_goes_to_the_most_probable_blocks() -> None:
     pair = Ahead(Noise(1), 200, budget=5, estimator="mean", block_size=16)
     lookahead = pair.lookahead
     pair.step([0, 3])
-    pair.offloaded.load(
-        pair.table, torch.tensor([1, 0, 0, 0]), torch.tensor([pair.lengths[0], 0, 0, 0]), torch.ones(4).int()
-    )
+    lengths = torch.tensor([pair.lengths[0], 0, 0, 0])
+    place = pair.table[1, pair.lengths[0] - 1 :][:1].long()
+    pair.offloaded.load(pair.table, torch.tensor([1, 0, 0, 0]), lengths, torch.ones(4, dtype=torch.int32), place)
     lookahead.note(0, torch.zeros(4, HIDDEN))
     seed = lookahead.forecast.generator.get_state()  # type: ignore[attr-defined]
     lookahead.score(0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from factories import DEVICE, PagedCase, poisoned
-from sparse_kernels import FetchList, SlotMaps, SlotSources
+from sparse_kernels import FetchList, SlotMaps, SlotSources, pack_blocks, unpack_blocks
 from sparse_kernels.slot_maps import NO_SLOT
 
 
@@ -16,6 +16,14 @@ def host_layer(case: PagedCase) -> torch.Tensor:
     shaped = both.view(2, case.num_pages, case.page_size // case.block_size, case.block_size, case.num_kv_heads, -1)
     host = shaped.permute(1, 4, 2, 0, 3, 5).contiguous().cpu()
     return host.pin_memory() if DEVICE == "cuda" else host
+
+
+def as_float8(case: PagedCase) -> None:
+    """Rounds the case's pools to what a host pool of float8 blocks gives back."""
+    for pool in (case.k_pool, case.v_pool):
+        both = torch.stack((pool, pool)).transpose(1, 2).cpu()
+        packed = pack_blocks(both.transpose(0, 1))
+        pool.copy_(unpack_blocks(packed, pool.shape[0], pool.dtype)[:, 0].transpose(0, 1))
 
 
 @dataclass
@@ -36,13 +44,21 @@ class SlotCase:
         for (h, block), slot in slot_of.items():
             self.maps.slot_map[h, block] = slot
             self.maps.slot_block[h, slot] = block
-            self.hot[h, slot] = self.host[block // per_page, h, block % per_page].to(self.hot.device)
+            held = self.host[block // per_page, h, block % per_page]
+            if held.dtype == torch.uint8:
+                held = unpack_blocks(held, self.case.block_size, self.hot.dtype)
+            self.hot[h, slot] = held.to(self.hot.device)
 
 
-def make_slot_case(case: PagedCase, slots: int, capacity: int | None = None, epoch: int = 100) -> SlotCase:
+def make_slot_case(
+    case: PagedCase, slots: int, capacity: int | None = None, epoch: int = 100, float8: bool = False
+) -> SlotCase:
     """An empty cache of `slots` a head, and open pages with what the requests' last pages hold."""
     host = host_layer(case)
     pages, heads, per_page, _, block, dim = host.shape
+    if float8:
+        host = pack_blocks(host)
+        host = host.pin_memory() if DEVICE == "cuda" else host
     hot = poisoned(heads, slots, 2, block, dim).to(case.k_pool.dtype)
     maps = SlotMaps.create(heads, pages * per_page, slots, DEVICE)
     fetch = FetchList.create(heads, slots if capacity is None else capacity, DEVICE)
@@ -59,7 +75,7 @@ def make_slot_case(case: PagedCase, slots: int, capacity: int | None = None, epo
             page = int(case.page_table[b, first // case.page_size])
             # What is open must not be read from the pool.
             if page not in shared:
-                host[page] = float("nan")
+                host[page] = 0xFF if float8 else float("nan")
     sources = SlotSources(hot, maps.slot_map, host, open_k, open_v, rows.int().to(DEVICE))
     return SlotCase(case, host, hot, maps, fetch, torch.full((1,), epoch, dtype=torch.int32, device=DEVICE), sources)
 

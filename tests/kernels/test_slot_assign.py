@@ -3,6 +3,7 @@ import torch
 from factories import DEVICE
 from slot_cases import check_maps
 from sparse_kernels import FetchList, SlotMaps, slot_assign
+from sparse_kernels.slot_assign import IDLE
 from sparse_kernels.slot_maps import CLAIMED, NO_SLOT
 
 IMPLS = ["torch", "triton"]
@@ -58,7 +59,7 @@ def copies_of(fetch):
         (1500, [50, 3, 0], 60),
     ],
 )
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [0, 1, IDLE])
 def test_kernel_equals_reference(slots, missed, capacity, lag):
     made = make(slots, missed, capacity=capacity, pool_blocks=3200, seed=slots)
     results = []
@@ -84,6 +85,26 @@ def test_a_slot_is_taken_only_if_its_stamp_is_old_enough(impl, lag):
     assert torch.equal(maps.slot_stamp[~may], before["slot_stamp"][~may])
     assert (maps.slot_stamp[may] == 200 - lag).all()
     assert int(fetch.copies) == int(may.sum())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_idle_slots_alone_are_taken_by_what_nobody_asked_for(impl):
+    """Sources are where `source_pages` says."""
+    maps, fetch, epoch = make(40, [20, 20, 20], seed=5)
+    maps.slot_stamp[:, ::4] = 200 - IDLE - 1
+    maps, fetch, epoch = to_device(maps, fetch, epoch)
+    blocks = fetch.blocks.clone()
+    source_pages = torch.arange(100, dtype=torch.int32, device=DEVICE).flip(0)
+    held = maps.slot_block.clone()
+    slot_assign(epoch, maps, fetch, lag=IDLE, blocks_per_page=PER_PAGE, source_pages=source_pages, impl=impl)
+    idle = maps.slot_stamp == 200 - IDLE
+    assert idle.sum() == int(fetch.copies) == 30
+    assert torch.equal(maps.slot_block[~idle], held[~idle])
+    for h in range(3):
+        assert set(maps.slot_block[h][idle[h]].tolist()) == set(blocks[h, :10].tolist())
+    for target, source in copies_of(fetch):
+        h, block = target // 40, int(maps.slot_block.flatten()[target])
+        assert source == ((99 - block // PER_PAGE) * 3 + h) * PER_PAGE + block % PER_PAGE
 
 
 @pytest.mark.parametrize("impl", IMPLS)

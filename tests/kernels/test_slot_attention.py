@@ -3,11 +3,12 @@ import dataclasses
 import pytest
 import torch
 from factories import DEVICE, DTYPES, make_paged_case, poisoned, random_block_lists
-from slot_cases import check_maps, hold_some, make_slot_case
+from slot_cases import as_float8, check_maps, hold_some, make_slot_case
 from sparse_kernels import (
     AttentionTail,
     AttentionWorkspace,
     block_gather,
+    block_unpack,
     slot_assign,
     slot_attention,
     slot_lookup,
@@ -50,7 +51,8 @@ def look_up(made, lists, counts, impl, slots_given):
     check_maps(made.maps)
     fetch = made.fetch
     blocks = made.host.flatten(0, 2), made.hot.flatten(0, 1)
-    block_gather(*blocks, fetch.source, fetch.target, fetch.copies, programs=3, impl=impl)
+    copy = block_unpack if made.host.dtype == torch.uint8 else block_gather
+    copy(*blocks, fetch.source, fetch.target, fetch.copies, programs=3, impl=impl)
     return locations
 
 
@@ -70,7 +72,8 @@ def tail_of(case, counts, lists):
 @pytest.mark.parametrize(("slots", "held", "given"), [(0, 0.0, True), (3, 0.5, True), (60, 0.6, True), (9, 0.5, False)])
 @pytest.mark.parametrize("case_number", range(len(CASES)))
 @pytest.mark.parametrize("has_tail", [False, True])
-def test_results_do_not_depend_on_where_blocks_are(impl, slots, held, given, case_number, has_tail):
+@pytest.mark.parametrize("float8", [False, True])
+def test_results_do_not_depend_on_where_blocks_are(impl, slots, held, given, case_number, has_tail, float8):
     lengths, page, block, dim, group, shared, density = CASES[case_number]
     dtype = DTYPES[case_number % 2]
     case = make_paged_case(
@@ -85,7 +88,9 @@ def test_results_do_not_depend_on_where_blocks_are(impl, slots, held, given, cas
     )
     lists, counts = random_block_lists(case, density)
     tail = tail_of(case, counts, lists) if has_tail else None
-    made = make_slot_case(case, slots)
+    if float8:
+        as_float8(case)
+    made = make_slot_case(case, slots, float8=float8)
     hold_some(made, held, seed=7)
     locations = look_up(made, lists, counts, impl, given)
     results, log_sums = [], []

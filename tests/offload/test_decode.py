@@ -84,8 +84,10 @@ class Pair:
         index = torch.tensor([b + 1 if b in active else 0 for b in range(batch)])
         lengths = torch.tensor([n if b in active else 0 for b, n in enumerate(self.lengths)])
         self.plain.buffers.load(self.table, index, lengths)
-        self.offloaded.load(self.table, index, lengths, index.int())
         places = torch.tensor([int(self.table[b + 1, self.lengths[b] - 1]) for b in range(batch)])
+        # SGLang's places are as many as there are requests, without what pads the batch.
+        real = max(active, default=-1) + 1
+        self.offloaded.load(self.table, index, lengths, index.int(), places[:real])
         for layer in range(LAYERS):
             q = self.normal(batch, GEOMETRY.query_heads, GEOMETRY.head_dim)
             k, v = (self.normal(batch, GEOMETRY.kv_heads, GEOMETRY.head_dim) for _ in range(2))
@@ -123,3 +125,24 @@ def test_turns_share_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(5):
         pair.step([0, 1, 2])
     assert int(pair.offloaded.cache.epoch) == 64 + 5
+
+
+@pytest.mark.parametrize("length", [100, 127])
+def test_a_step_that_runs_on_writes_to_its_own_pages_after_its_row_changed_hands(length: int) -> None:
+    """A request has ended, and the row is another's: what is cached in the other's pages stays as it is."""
+    pair = Pair(SparseDecodeOptions(gamma=0.9, min_context=64, audit_rate=0), 30, [length, 300])
+    offloaded, own = pair.offloaded, pair.table[1].clone()
+    pair.table[1] = pair.table[2]
+    others = pair.pages_of[1][: 300 // GEOMETRY.page_size].long()
+    host = offloaded.host.blocks[:, others].clone()
+    summaries = [tensor[others].clone() for tensor in offloaded.summaries[0]]
+    place = own[length : length + 1].long()
+    offloaded.load(pair.table, torch.tensor([1]), torch.tensor([length + 1]), torch.ones(1, dtype=torch.int32), place)
+    for layer in range(LAYERS):
+        q, k = pair.normal(1, GEOMETRY.query_heads, GEOMETRY.head_dim), pair.normal(1, 2, GEOMETRY.head_dim)
+        offloaded.decode(layer, q, k, k, scale=SCALE, out=torch.empty_like(q))
+        page, inner = int(place) // 32, int(place) % 32
+        assert torch.equal(offloaded.host.blocks[layer, page, :, inner // 16, 0, inner % 16], k[0])
+    assert torch.equal(offloaded.host.blocks[:, others], host)
+    for tensor, before in zip(offloaded.summaries[0], summaries, strict=True):
+        assert torch.equal(tensor[others], before)

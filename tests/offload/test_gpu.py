@@ -72,7 +72,8 @@ class Captured:
         lengths = [n if b in active else 0 for b, n in enumerate(self.lengths)]
         seq_lens = torch.tensor(lengths, device="cuda")
         self.plain.buffers.load(self.table, index, seq_lens)
-        self.offloaded.load(self.table, index, seq_lens, index.int())
+        places = self.table[index, (seq_lens - 1).clamp_min(0)]
+        self.offloaded.load(self.table, index, seq_lens, index.int(), places)
         for b in active:
             place = int(self.table[b + 1, self.lengths[b] - 1])
             self.new_k[:, b], self.new_v[:, b] = self.k[:, place], self.v[:, place]

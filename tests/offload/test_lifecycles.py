@@ -20,9 +20,11 @@ class Lives(RuleBasedStateMachine):
         slots=st.tuples(st.sampled_from([0, 1, 3, 8, 40]), st.sampled_from([0, 2, 5, 40])),
         pages=st.integers(4, 10),
         seed=st.integers(0, 2**16),
+        installs=st.booleans(),
+        float8=st.booleans(),
     )
-    def begin(self, slots: tuple[int, int], pages: int, seed: int) -> None:
-        self.world = World(slots, pages, seed, streams=OrderLog())
+    def begin(self, slots: tuple[int, int], pages: int, seed: int, installs: bool, float8: bool) -> None:
+        self.world = World(slots, pages, seed, streams=OrderLog(), installs=installs, float8=float8)
 
     @rule(tokens=st.integers(1, 40), prefix=st.none() | st.integers(0, 5))
     def start(self, tokens: int, prefix: int | None) -> None:

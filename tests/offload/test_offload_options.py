@@ -21,10 +21,11 @@ def parse(*flags: str) -> SparseDecodeOptions | None:
 def test_flags_and_transport() -> None:
     options = parse(
         *("--sparse-decode-offload", "--sparse-decode-host-memory", "96", "--sparse-decode-hot-cache", "0.3"),
-        *("--sparse-decode-staging", "40000"),
+        *("--sparse-decode-staging", "40000", "--sparse-decode-host-dtype", "fp8_e4m3"),
     )
     assert options is not None
     assert (options.offload, options.host_memory, options.hot_cache, options.staging) == (True, "96", "0.3", 40000)
+    assert options.host_dtype == "fp8_e4m3"
     assert SparseDecodeOptions.from_mapping(json.loads(options.to_json())) == options
     # JSON and Python may give numbers.
     assert SparseDecodeOptions(offload=True, host_memory=96).host_memory == "96"  # type: ignore[arg-type]
@@ -45,6 +46,11 @@ def test_the_audit_is_off_unless_asked_for() -> None:
         ({"audit_rate": 0.1}, "--sparse-decode-audit-rate reads keys of the GPU's pool: use 0"),
         ({"offload": "yes"}, "--sparse-decode-offload is 'yes': give true or false"),
         ({"offload": False, "staging": 5}, "--sparse-decode-staging has no effect without --sparse-decode-offload"),
+        ({"host_dtype": "fp8"}, "--sparse-decode-host-dtype is 'fp8': choose one of model, fp8_e4m3"),
+        (
+            {"offload": False, "host_dtype": "fp8_e4m3"},
+            "--sparse-decode-host-dtype has no effect without --sparse-decode-offload",
+        ),
         ({"staging": 0}, "--sparse-decode-staging is 0: give a whole number from 1"),
         ({"hot_cache": "-3"}, "--sparse-decode-hot-cache is '-3': give GiB, such as 96, or a share"),
         ({"slot_shares": ["a"]}, "config key 'slot_shares' is"),

@@ -128,3 +128,46 @@ def test_a_forecast_leaves_alone_what_the_last_step_read() -> None:
     step.fetch(1, table, lengths, *listed(3, 6))
     assert held() == {pool[3], pool[6]}
     world.check()
+
+
+def test_what_prefill_installed_is_not_missed_by_the_first_step() -> None:
+    world = World((AMPLE, AMPLE), installs=True)
+    world.start(tokens=75)
+    world.check()
+    world.decode(density=1.0)
+    blocks = 4 * GEOMETRY.blocks_per_page * GEOMETRY.kv_heads
+    assert world.cache.totals.tolist() == [[blocks, 0, 0, 0]] * LAYERS
+
+
+def test_an_install_takes_no_slot_that_a_step_has_used_lately() -> None:
+    world = World((8, 6), pages=12)
+    world.start(tokens=60)
+    world.decode(density=1.0)
+    world.installs = True
+    held = [maps.slot_block.clone() for maps in world.cache.maps]
+    # What the last step used, and what one did 60 steps before.
+    world.cache.epoch += 60
+    for maps in world.cache.maps:
+        maps.slot_stamp[:, 0] += 60 * (maps.slot_stamp[:, 0] > 0).int()
+    used = [maps.slot_stamp > 0 for maps in world.cache.maps]
+    assert all(each.sum() == 2 * 6 for each in used)
+    world.start(tokens=50)
+    for maps, before, mask in zip(world.cache.maps, held, used, strict=True):
+        assert torch.equal(maps.slot_block[mask], before[mask])
+    # In layer 0 two slots a head were free; in layer 1 none.
+    new = {2 * page + i for page in world.requests[1].pages for i in range(2)}
+    assert [int(torch.isin(maps.slot_block, torch.tensor(list(new))).sum()) for maps in world.cache.maps] == [4, 0]
+    world.decode(density=0.7)
+    world.check()
+
+
+def test_the_latest_pages_are_installed_if_not_all_fit() -> None:
+    """Of a later chunk, the new ones take the place of the first chunk's, which no step has read."""
+    for seed in range(6):
+        world = World((4, 2), seed=seed, installs=True)
+        world.start(tokens=100)
+        pages = world.requests[0].pages
+        for maps in world.cache.maps:
+            for held in maps.slot_block:
+                assert {2 * pages[5], 2 * pages[5] + 1} <= set(held.tolist())
+        world.check()

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from sparse_kernels.slot_maps import MAX_POOL_BLOCKS
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.errors import OffloadError
@@ -26,6 +27,12 @@ LLAMA = OffloadShape(
     open_rows=17,
 )
 
+TINY = dataclasses.replace(
+    LLAMA,
+    geometry=Geometry(kv_heads=3, group_size=3, head_dim=64, dtype=torch.bfloat16, page_size=16, block_size=8),
+    layers=1,
+)
+
 
 def test_a_sequence_of_128k_is_16_gib() -> None:
     assert LLAMA.host_page_bytes * 2048 == 16 * GIB
@@ -41,6 +48,22 @@ def test_a_sequence_of_128k_is_16_gib() -> None:
     assert 99.9 * GIB < taken <= 100 * GIB
     assert len(sizes.slots) == 32
     assert sizes.describe().startswith("offload: 12288 host pages (96.0 GiB) hold 786368 tokens, or 6.0 sequences of")
+
+
+def test_float8_in_the_host_holds_twice_the_tokens() -> None:
+    """A byte a number, and one a key or value; what is on the GPU stays as it is."""
+    half = dataclasses.replace(LLAMA, float8_host=True)
+    assert half.host_block_bytes == 2 * 16 * 129
+    assert half.host_page_bytes * 2048 == 16 * GIB * 129 / 256
+    assert (half.block_bytes, half.open_bytes, half.slot_bytes) == (
+        LLAMA.block_bytes,
+        LLAMA.open_bytes,
+        LLAMA.slot_bytes,
+    )
+    sizes = plan_sizes(half, host_bytes=96 * GIB, gpu_bytes=100 * GIB, staging_tokens=140_000)
+    assert sizes.host_pages == 96 * GIB // half.host_page_bytes
+    assert 11.9 < sizes.long_sequences < 12
+    assert sizes.host_block_bytes == half.host_block_bytes
 
 
 def test_the_pool_shrinks_to_what_the_gpu_can_summarise() -> None:
@@ -68,9 +91,31 @@ def test_slots_by_layer() -> None:
     )
     assert sizes.slots[0] // 3 == pytest.approx(sizes.slots[1], abs=1)
     assert sizes.slots[-1] == 0
-    assert share_slots(10, 4, None) == (2, 2, 2, 2)
+    assert share_slots(10, 4, None, 100) == (2, 2, 2, 2)
     with pytest.raises(OffloadError, match="3 shares do not fit 4 layers"):
-        share_slots(10, 4, [1, 1, 1])
+        share_slots(10, 4, [1, 1, 1], 100)
+
+
+def test_what_a_layer_cannot_use_goes_to_the_others() -> None:
+    assert share_slots(100, 4, [8, 1, 1, 0], 40) == (40, 30, 30, 0)
+    assert share_slots(100, 4, [8, 4, 1, 0], 40) == (40, 40, 20, 0)
+    assert share_slots(1000, 3, [8, 4, 1], 40) == (40, 40, 40)
+    assert share_slots(100, 2, [1, 0], 40) == (40, 0)
+
+
+@pytest.mark.parametrize("gib", [96, 190, 2000, 500_000])
+@pytest.mark.parametrize("shape", [LLAMA, TINY])
+def test_what_kernels_count_in_int32_stays_below_2_to_the_31(gib: int, shape: OffloadShape) -> None:
+    """Token numbers of SGLang's table, blocks of a layer over KV heads, places in slots."""
+    sizes = plan_sizes(shape, host_bytes=gib * GIB, gpu_bytes=gib * GIB, staging_tokens=140_000)
+    g = shape.geometry
+    units = sizes.host_pages * g.kv_heads * g.blocks_per_page
+    assert sizes.host_pages * g.page_size < 2**31
+    assert units < 2**31
+    assert sizes.host_pages * g.blocks_per_page <= MAX_POOL_BLOCKS
+    assert max(sizes.slots) * g.kv_heads < 2**31
+    # What is to be multiplied on the device does not fit: addresses are made of int64.
+    assert units * shape.block_bytes > 2**31
 
 
 def test_no_slots_at_all() -> None:

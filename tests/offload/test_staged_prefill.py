@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_sparse.geometry import Geometry
-from sglang_sparse.offload import prefill
+from sglang_sparse.offload import prefill_attention
 from sglang_sparse.offload.decode import OffloadedDecode
 from sglang_sparse.offload.ordering import OrderError, OrderLog
 from sglang_sparse.offload.prefill import PrefillBatch, StagedPrefill
@@ -25,13 +25,13 @@ LAYERS, PAGES, SCALE = 5, 40, 0.125
 class Pools:
     """An offloaded server's pools and a staged prefill, and plain pools beside them."""
 
-    def __init__(self, streams: Streams, staging_tokens: int = 256) -> None:
+    def __init__(self, streams: Streams, staging_tokens: int = 256, slots: int = 9) -> None:
         self.generator = torch.Generator(DEVICE).manual_seed(2)
         self.decode = OffloadedDecode(
             SparseDecodeOptions(offload=True),
             GEOMETRY,
             pages=PAGES,
-            slots=[9] * LAYERS,
+            slots=[slots] * LAYERS,
             rows=4,
             max_requests=4,
             max_pages=16,
@@ -40,7 +40,13 @@ class Pools:
         )
         write = self.decode.write_chunk
         self.prefill = StagedPrefill(
-            GEOMETRY, self.decode.host, write, staging_tokens=staging_tokens, device=DEVICE, streams=streams
+            GEOMETRY,
+            self.decode.host,
+            write,
+            staging_tokens=staging_tokens,
+            device=DEVICE,
+            streams=streams,
+            hot=self.decode.offload,
         )
         shape = (LAYERS, PAGES * GEOMETRY.page_size, GEOMETRY.kv_heads, GEOMETRY.head_dim)
         self.k, self.v = (torch.full(shape, float("nan"), dtype=DTYPE, device=DEVICE) for _ in range(2))
@@ -128,7 +134,8 @@ def test_order_of_streams_over_several_batches_and_steps() -> None:
     for prefix in (0, 64):
         pools.run([pages], [prefix], [64])
         length = torch.tensor([prefix + 65])
-        pools.decode.load(table.to(DEVICE), torch.tensor([1]).to(DEVICE), length.to(DEVICE), rows)
+        place = table[1, length - 1].to(DEVICE)
+        pools.decode.load(table.to(DEVICE), torch.tensor([1]).to(DEVICE), length.to(DEVICE), rows, place)
         for layer in range(LAYERS):
             q = pools.normal(1, GEOMETRY.query_heads, 64)
             k, v = pools.normal(1, 2, 64), pools.normal(1, 2, 64)
@@ -184,11 +191,30 @@ def test_a_prefix_is_copied_once() -> None:
 
     with pytest.MonkeyPatch.context() as patch, Allocations():
         # Its mask is a tensor that cannot be made under a dispatch mode.
-        patch.setattr(prefill, "causal_lower_right", lambda *_: None)
+        patch.setattr(prefill_attention, "causal_lower_right", lambda *_: None)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
         pools.prefill.attend(0, q, k, v, scale=SCALE, out=torch.empty_like(q))
     large = sum(each for each in before_attention if each >= bytes_of_prefix // 2)
     assert bytes_of_prefix <= large <= bytes_of_prefix * 1.01
+
+
+def test_idle_slots_get_new_blocks_and_prefixes() -> None:
+    """A cached prefix that is in no slot comes from the staging, new blocks from the host."""
+    pools, own = Pools(streams(), slots=60), [4, 7, 2, 1, 6]
+    pools.run([own], [0], [64])
+    for maps in pools.decode.cache.maps:
+        assert (maps.slot_map >= 0).sum() == 2 * 2 * GEOMETRY.kv_heads
+        maps.slot_map.fill_(-1)
+        maps.slot_block.fill_(-1)
+    pools.run([own], [64], [70])
+    blocks = {2 * page + i for page in own[:4] for i in range(2)}
+    for layer, maps in enumerate(pools.decode.cache.maps):
+        host, hot = pools.decode.host.blocks[layer], pools.decode.cache.hot[layer]
+        for h in range(GEOMETRY.kv_heads):
+            held = (maps.slot_map[h] >= 0).nonzero().flatten()
+            assert set(held.tolist()) == blocks
+            slots = maps.slot_map[h, held].long()
+            assert torch.equal(hot[h, slots].cpu(), host[(held // 2).cpu(), h, (held % 2).cpu()])
 
 
 class Forgetful(OrderLog):
@@ -203,7 +229,7 @@ class Forgetful(OrderLog):
             super().wait(event)
 
 
-@pytest.mark.parametrize("event", ["loaded", "stored", "read"])
+@pytest.mark.parametrize("event", ["loaded", "stored", "installed", "read"])
 def test_a_prefill_that_forgets_to_wait_is_found(event: str) -> None:
     pools = Pools(Forgetful(event))
 

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from sparse_kernels import sparse_attention_reference
+from sparse_kernels import pack_blocks, sparse_attention_reference, unpack_blocks
 from sparse_kernels.slot_maps import NO_SLOT
 
 from sglang_sparse.geometry import Geometry
@@ -37,17 +37,22 @@ class World:
     pages: int = 9
     seed: int = 0
     streams: Streams | None = None
+    installs: bool = False
+    """Whether prefill puts its blocks into idle slots."""
+    float8: bool = False
+    """Whether the host pool rounds to float8."""
     requests: list[Request] = field(default_factory=list)
     tree: list[list[int]] = field(default_factory=list)
     """Cached prefixes: full pages."""
 
     def __post_init__(self) -> None:
         g = GEOMETRY
-        self.host = HostPool(g, layers=LAYERS, pages=self.pages, device="cpu")
+        self.host = HostPool(g, layers=LAYERS, pages=self.pages, device="cpu", float8=self.float8)
         self.cache = HotCache(g, pages=self.pages, slots=self.slots, rows=ROWS, device="cpu")
         # What was never written must not be read.
-        for tensor in (self.host.blocks, self.cache.open_k, self.cache.open_v, *self.cache.hot):
+        for tensor in (self.cache.open_k, self.cache.open_v, *self.cache.hot):
             tensor.fill_(float("nan"))
+        self.host.blocks.fill_(0xFF if self.float8 else float("nan"))
         self.k = torch.full((LAYERS, self.pages * g.page_size, g.kv_heads, g.head_dim), float("nan"))
         self.v = self.k.clone()
         self.max_pages = self.pages
@@ -102,9 +107,15 @@ class World:
             inner = chunk % GEOMETRY.page_size
             places = torch.tensor(request.pages)[chunk // GEOMETRY.page_size] * GEOMETRY.page_size + inner
             open_slots = torch.where(opened, request.row * GEOMETRY.page_size + inner, -1).int()
+            begun, full = (int(chunk[0]), last + 1) if len(chunk) else (0, 0)
+            if self.installs:
+                self.step.begin()
             for layer in range(LAYERS):
                 k, v = self.new_kv(layer, places)
                 self.step.write(layer, k, v, places, open_slots)
+                for start, end in ((begun, full), (0, begun)) if self.installs else ():
+                    own = request.pages[start // GEOMETRY.page_size : end // GEOMETRY.page_size][::-1]
+                    self.step.install(layer, torch.tensor([2 * p + i for p in own for i in (1, 0)], dtype=torch.int32))
         return True
 
     def new_kv(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +153,11 @@ class World:
         for b, request in enumerate(batch):
             page_table[b, : len(request.pages)] = torch.tensor(request.pages)
             lengths[b], rows[b] = request.length, request.row
-        self.step.load(torch.where(page_table == 2**30, 0, page_table), lengths, rows)
+        last = (lengths - 1).clamp_min(0).long()
+        page = torch.where(page_table == 2**30, 0, page_table)[: len(lengths)].gather(
+            1, (last // GEOMETRY.page_size)[:, None]
+        )
+        self.step.load(page[:, 0].long() * GEOMETRY.page_size + last % GEOMETRY.page_size, lengths, rows)
         self.step.begin()
         lists, counts = self.lists(lengths, density, must=True)
         expected = self.lists(lengths, forecast, must=False) if forecast is not None else None
@@ -177,8 +192,7 @@ class World:
         self.step.attend(layer, q, page_table, lengths, lists, counts, scale=0.125, out=out)
         sparse_attention_reference(
             q,
-            self.k[layer],
-            self.v[layer],
+            *self.seen(layer),
             page_table,
             lengths,
             lists,
@@ -190,6 +204,22 @@ class World:
         )
         assert torch.equal(out, expected)
 
+    def as_blocks(self, layer: int) -> torch.Tensor:
+        """The plain pools of a layer as the host pool gives them back, `[pages, Hkv, blocks_per_page, 2, block, D]`."""
+        g = GEOMETRY
+        both = torch.stack((self.k[layer], self.v[layer])).view(2, self.pages, g.blocks_per_page, g.block_size, 2, -1)
+        blocks = both.permute(1, 4, 2, 0, 3, 5)
+        return unpack_blocks(pack_blocks(blocks), g.block_size, g.dtype) if self.float8 else blocks
+
+    def seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer as attention sees them: those of open pages never left the GPU."""
+        keys, values = self.as_blocks(layer).permute(3, 0, 2, 4, 1, 5).flatten(1, 3)
+        for request in self.requests:
+            page = request.pages[(request.length - 1) // GEOMETRY.page_size] * GEOMETRY.page_size
+            own = slice(page, page + GEOMETRY.page_size)
+            keys[own], values[own] = self.k[layer, own], self.v[layer, own]
+        return keys, values
+
     def check(self) -> None:
         """Everything that has to hold between steps."""
         for layer in range(LAYERS):
@@ -198,16 +228,14 @@ class World:
 
     def check_host(self, layer: int) -> None:
         """The host pool holds what the plain pools hold, in all live pages."""
-        g = GEOMETRY
-        both = torch.stack((self.k[layer], self.v[layer])).view(2, self.pages, g.blocks_per_page, g.block_size, 2, -1)
-        expected = both.permute(1, 4, 2, 0, 3, 5)
         live = sorted(self.used - {0})
-        torch.testing.assert_close(self.host.blocks[layer][live], expected[live], rtol=0, atol=0, equal_nan=True)
+        held = self.host.decoded(self.host.blocks[layer][live])
+        torch.testing.assert_close(held, self.as_blocks(layer)[live], rtol=0, atol=0, equal_nan=True)
 
     def check_slots(self, layer: int) -> None:
         """`slot_map` and `slot_block` agree, no block is in two slots, and a slot's bytes are its block's."""
         maps, per_page = self.cache.maps[layer], GEOMETRY.blocks_per_page
-        host, hot = self.host.blocks[layer], self.cache.hot[layer]
+        host, hot = self.host.decoded(self.host.blocks[layer]), self.cache.hot[layer]
         assert (maps.slot_map >= NO_SLOT).all()
         for h in range(GEOMETRY.kv_heads):
             (blocks,) = (maps.slot_map[h] >= 0).nonzero(as_tuple=True)

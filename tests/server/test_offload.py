@@ -65,6 +65,25 @@ def test_same_tokens_with_any_hot_cache(
         assert min(offload["hits"], offload["direct"], offload["evictions"]) > 0
 
 
+def test_float8_in_the_host_answers_alike_with_and_without_slots(
+    start_server: Any, random_llama: Path, resident_answers: list[list[int]]
+) -> None:
+    """Decoding is exact: where a block is read from changes nothing. A miss reads half the bytes."""
+    answers = []
+    for size in ("0", "0.0002"):
+        server = start_server(
+            random_llama,
+            *(*FLAGS, *OFFLOAD, "--sparse-decode-host-dtype", "fp8_e4m3", "--sparse-decode-hot-cache", size),
+        )
+        answers.append([server.generate(each, 40)["output_ids"] for each in prompts()[:3]])
+        info = server.idle_info()
+        # The summaries are those of keys before they were rounded.
+        assert info["self_check"]["wrong_slots"] == 0
+        assert info["offload"]["missed_bytes"] == info["offload"]["misses"] * 16 * 2 * 65
+    assert info["offload"]["hits"] > 0
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
