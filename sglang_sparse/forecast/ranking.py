@@ -68,13 +68,3 @@ def mean_shares(masses: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         candidates: `[T, N]` bool.
     """
     return masses.masked_fill(~candidates[:, None, None], float("-inf")).softmax(-1).mean(2)
-
-
-def over_threshold(shares: torch.Tensor, gamma: float) -> torch.Tensor:
-    """`[T, Hkv, N]`: a block's share ÷ the least share that a row of blocks needs to cover `gamma`.
-
-    Rows are so made comparable: a block is above 1 if the rule would keep it, whether its row is flat or peaked.
-    """
-    ordered = shares.sort(-1, descending=True).values
-    reached = (ordered.cumsum(-1) < gamma).sum(-1, keepdim=True).clamp_max(shares.shape[-1] - 1)
-    return shares / ordered.gather(-1, reached).clamp_min(1e-30)
