@@ -11,6 +11,7 @@ import io
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,16 +202,8 @@ class Trainer:
             index = self._order(number * recipe.batch + place)
             sequence = self._sequences[index]
             positions = self._positions(recipe.queries, len(sequence), f"{recipe.seed}-{number}-{place}")
-
-            def learn(
-                layer: int, true: torch.Tensor, guess: torch.Tensor, valid: torch.Tensor, queries: int, total: int
-            ) -> None:
-                loss = divergence(true, guess, valid, recipe.top) * (queries / total / recipe.batch)
-                loss.backward()
-                losses[layer] += loss.item()
-
-            total = len(positions)
-            self._pass(sequence, self._visit_layers(positions, lambda *given, total=total: learn(*given, total)))
+            learn = partial(self._learn, losses, len(positions))
+            self._pass(sequence, self._visit_layers(positions, learn))
         for pair in self.heads.values():
             # Layers learn on their own: a large gradient in one is no reason to hold the others back.
             torch.nn.utils.clip_grad_norm_([tensor for tensor in pair if tensor is not None], recipe.clip)
@@ -221,6 +214,21 @@ class Trainer:
         self.progress.losses.append(mean)
         self.progress.step += 1
         return mean
+
+    def _learn(
+        self,
+        losses: dict[int, float],
+        total: int,
+        layer: int,
+        true: torch.Tensor,
+        guess: torch.Tensor,
+        valid: torch.Tensor,
+        queries: int,
+    ) -> None:
+        """Adds the gradient and the loss of some of a sequence's `total` queries."""
+        loss = divergence(true, guess, valid, self.recipe.top) * (queries / total / self.recipe.batch)
+        loss.backward()
+        losses[layer] += loss.item()
 
     def _order(self, place: int) -> int:
         """Which sequence is the `place`-th: each epoch has an order of its own."""
