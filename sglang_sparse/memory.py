@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,6 +136,9 @@ def step_buffer_bytes(
         reserved += max_requests * max_pages * geometry.blocks_per_page * geometry.kv_heads * 4
         if options.resolved_forecast != "none":
             reserved += forecast_bytes(geometry, max_pages, max_requests)
+            heads = Path(options.resolved_forecast)
+            # A file that is not there is refused later.
+            reserved += heads.stat().st_size if heads.is_file() else 0
     if options.audit_rate > 0:
         reserved += audit_bytes(geometry, max_pages)
     return reserved

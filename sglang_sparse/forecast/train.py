@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     from sglang_sparse.options import SparseDecodeOptions
 
     from .heads_file import write_heads
-    from .trainer import Recipe, Trainer
+    from .trainer import Trainer
+    from .training_state import Recipe
 
     config = load_config(args.model)
     if args.length > config.max_position_embeddings:
@@ -140,7 +141,10 @@ def run(args: argparse.Namespace) -> int:
             f"--device {device} has too little memory for sequences of {sequences.shape[1]} tokens: lower --length, or "
             "use --dtype bfloat16"
         ) from None
-    write_heads(args.out, trainer.heads, trainer.identity)
+    # A server keeps them in the model's type anyway.
+    own = trainer.model.dtype
+    heads = {layer: (w.to(own), None if b is None else b.to(own)) for layer, (w, b) in trainer.heads.items()}
+    write_heads(args.out, heads, trainer.identity)
     write_bytes(args.plot, draw(trainer.progress, args.model.resolve().name))
     checkpoint.unlink(missing_ok=True)
     losses, recalls = trainer.progress.losses, trainer.progress.recalls

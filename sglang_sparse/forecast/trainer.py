@@ -7,10 +7,8 @@ queries alone. So the loss of a layer is computed and differentiated while the m
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import torch
 
 from sglang_sparse.calibrate.model import load_model
-from sglang_sparse.files import write_bytes
 
 from .distillation import block_log_masses, choosable, divergence, group_log_shares, recall
 from .errors import ForecastError
@@ -26,45 +23,10 @@ from .heads_file import Heads
 from .model_parts import ModelParts, parts_of_transformers
 from .projections import next_query
 from .recording import watch_inputs
+from .training_state import Progress, Recipe, read_checkpoint, write_checkpoint
 
 QUERY_CHUNK = 32
 """Queries whose scores are held at once, with their gradients."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a training run depends on, beside model and data; a checkpoint is only taken up under the same one."""
-
-    steps: int
-    batch: int
-    queries: int
-    vectors: int
-    learning_rate: float
-    weight_decay: float
-    betas: tuple[float, float]
-    clip: float
-    top: float
-    gamma: float
-    block: int
-    sink: int
-    window: int
-    evaluate_every: int
-    seed: int
-    data: str
-    """Fingerprint of the sequences."""
-    dtype: str
-
-
-@dataclass
-class Progress:
-    """What has been seen so far."""
-
-    step: int
-    losses: list[float]
-    """Of each step, mean over layers."""
-    layer_losses: dict[int, list[float]]
-    recalls: list[tuple[int, float, dict[int, float]]]
-    """Step, mean over layers, and by layer: on the sequence that is held out."""
 
 
 class Trainer:
@@ -105,7 +67,7 @@ class Trainer:
         self.progress = Progress(0, [], {layer: [] for layer in self._layers}, [])
         self._checkpoint = checkpoint
         if checkpoint is not None and checkpoint.exists():
-            self._resume(checkpoint)
+            self.progress = read_checkpoint(checkpoint, recipe, self.identity, self.heads, self._optimiser, self.device)
 
     # --- the model's forward pass ------------------------------------------------------------------------------------
 
@@ -264,52 +226,7 @@ class Trainer:
                 self.save()
             after_step(loss)
 
-    # --- checkpoint --------------------------------------------------------------------------------------------------
-
-    def _about(self) -> dict[str, Any]:
-        return {"recipe": asdict(self.recipe), "identity": asdict(self.identity)}
-
     def save(self) -> None:
-        """Writes the checkpoint, whole or not at all. What a step draws follows from its number, so that there is no
-        other state of random numbers."""
-        if self._checkpoint is None:
-            return
-        content = io.BytesIO()
-        state = {
-            "about": self._about(),
-            "heads": {
-                layer: [t.detach() if t is not None else None for t in pair] for layer, pair in self.heads.items()
-            },
-            "optimiser": self._optimiser.state_dict(),
-            "progress": asdict(self.progress),
-        }
-        torch.save(state, content)
-        write_bytes(self._checkpoint, content.getvalue())
-
-    def _resume(self, path: Path) -> None:
-        try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-            about = state["about"]
-            own = self._about()
-            for part, values in own.items():
-                for name, value in values.items():
-                    before = about[part].get(name)
-                    if before != value:
-                        raise ForecastError(
-                            f"{path} is a checkpoint of another run, of {name} {before} and not {value}: remove it to "
-                            "train from the start"
-                        )
-            with torch.no_grad():
-                for layer, pair in self.heads.items():
-                    for tensor, kept in zip(pair, state["heads"][layer], strict=True):
-                        if tensor is not None:
-                            tensor.copy_(kept)
-            self._optimiser.load_state_dict(state["optimiser"])
-            self.progress = Progress(**state["progress"])
-        except ForecastError:
-            raise
-        except Exception as error:  # unpicklers have errors of their own
-            raise ForecastError(
-                f"{path} is no checkpoint of this command ({' '.join(str(error).split())[:120]}): remove it to train "
-                "from the start"
-            ) from None
+        """Writes the checkpoint. What a step draws follows from its number: no other state of random numbers exists."""
+        if self._checkpoint is not None:
+            write_checkpoint(self._checkpoint, self.recipe, self.identity, self.heads, self._optimiser, self.progress)

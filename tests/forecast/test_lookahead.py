@@ -185,6 +185,18 @@ def test_inputs_of_other_forwards_are_not_noted() -> None:
     assert torch.equal(pair.lookahead._inputs, before)
 
 
+def test_weights_and_buffers_are_reserved(tmp_path: Path) -> None:
+    heads = tmp_path / "heads.safetensors"
+    heads.write_bytes(bytes(12345))
+
+    def reserved(forecast: str | None) -> int:
+        options = SparseDecodeOptions(offload=True, audit_rate=0, forecast=forecast)
+        return memory.step_buffer_bytes(options, GEOMETRY, layers=LAYERS, max_pages=16, max_requests=5)
+
+    assert reserved(None) == reserved("query") == reserved("none") + memory.forecast_bytes(GEOMETRY, 16, 5)
+    assert reserved(str(heads)) == reserved("query") + 12345
+
+
 def test_buffers_are_those_that_are_reserved() -> None:
     pair = Ahead(Noise(GEOMETRY.group_size), 30)
     made = pair.lookahead

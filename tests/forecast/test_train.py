@@ -17,7 +17,8 @@ from sglang_sparse.forecast import train
 from sglang_sparse.forecast.choice import make_forecast
 from sglang_sparse.forecast.distillation import block_log_masses, choosable, group_log_shares, recall
 from sglang_sparse.forecast.projections import folded_forecast
-from sglang_sparse.forecast.trainer import Recipe, Trainer
+from sglang_sparse.forecast.trainer import Trainer
+from sglang_sparse.forecast.training_state import Recipe
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_forecast.py"
 QUICK = (
