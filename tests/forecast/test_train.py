@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -228,7 +229,11 @@ def test_example_trains_heads_that_know_more_than_their_start(folder: Path, tmp_
     out = tmp_path / "heads.safetensors"
     flags = ("--learning-rate", "2e-3", "--gamma", "0.9")
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), str(folder), str(out), *flags], capture_output=True, text=True, check=False
+        [sys.executable, str(EXAMPLE), str(folder), str(out), *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     shown = re.search(
