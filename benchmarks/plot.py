@@ -1,8 +1,9 @@
 """Draws time per output token against context, dense and sparse, from rows of a results file.
 
-    python -m benchmarks plot --csv benchmarks/results.csv --out docs/images/tpot.png
+    python -m benchmarks plot --run 20261130-150648-b744 --out docs/images/tpot.png
 
-A panel for each batch size. Of rows that say the same thing, the latest run's is drawn.
+A panel for each batch size. Of rows that say the same thing, the latest run's is drawn; only rows of one run can be
+compared exactly.
 """
 
 from __future__ import annotations
@@ -70,9 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, default=DEFAULT_PATH, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
     parser.add_argument("--case", default="", help="part of the column case, where several were measured")
+    parser.add_argument("--run", help="only rows whose column run is this")
     args = parser.parse_args(arguments)
     check_target("--out", args.out, (".png",))
-    rows = read_results(args.csv, "--csv")
+    rows = [row for row in read_results(args.csv, "--csv") if args.run in (None, row["run"])]
+    if not rows:
+        raise BenchmarkError(f"--run {args.run}: {args.csv} has no rows of this run: see its column run")
     lines = collect(rows, "tpot", args.case)
     used = [row for row in rows if row["bench"] == "tpot" and args.case in row["case"]]
     write_bytes(args.out, draw(lines, f"{used[0]['case']}, {', '.join(sorted({row['gpu'] for row in used}))}"))

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from sglang_sparse.options import SparseDecodeOptions
 
-FUSED_UP_TO = 0
-"""Largest batch for which `auto` takes the fused pass. None: on an H200 the lists were faster at every batch size,
-length and kept share that `python -m benchmarks kernel fused_top_delta` was run with (docs/performance.md)."""
+FUSED_UP_TO = {2: 4, 4: 1}
+"""By bits of the thumbnails, the largest batch for which `auto` takes the fused pass: the largest where it was faster
+than lists at every length and kept share that `python -m benchmarks kernel fused_top_delta` was run with on an H200
+(docs/performance.md). Three bits were not measured."""
+
+
+def fused_up_to(options: SparseDecodeOptions) -> int:
+    """Largest batch for which `auto` takes the fused pass; 0 for none."""
+    return FUSED_UP_TO.get(options.thumbnail_bits, 0)
 
 
 def can_fuse(options: SparseDecodeOptions) -> bool:
@@ -23,7 +29,7 @@ def takes_fused(options: SparseDecodeOptions, batch: int) -> bool:
     """Whether a batch of `batch` requests takes the fused pass."""
     if not can_fuse(options) or options.path == "lists":
         return False
-    return options.path == "fused" or batch <= FUSED_UP_TO
+    return options.path == "fused" or batch <= fused_up_to(options)
 
 
 def ever_fused(options: SparseDecodeOptions) -> bool:
@@ -40,4 +46,4 @@ def describe(options: SparseDecodeOptions) -> str:
     """The paths of the options, for the log."""
     if not ever_fused(options):
         return "lists (chosen by auto)" if can_fuse(options) and options.path == "auto" else "lists"
-    return f"fused up to batch {FUSED_UP_TO}, then lists" if ever_lists(options) else "fused"
+    return f"fused up to batch {fused_up_to(options)}, then lists (chosen by auto)" if ever_lists(options) else "fused"

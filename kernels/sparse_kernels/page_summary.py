@@ -185,5 +185,5 @@ def page_summary(
         CELL=cell,
         CHANNELS=CHANNELS,
         **code_widths(head_dim, bits),
-        num_warps=max(4, min(16, page_size * head_dim // 512)),
+        num_warps=8 if page_size * head_dim > 8192 else 4,
     )

@@ -171,14 +171,13 @@ def write_thumbnail(
     tl.store(target + column[None, :], packed.to(tl.uint8), mask=column[None, :] < BYTES)
     if BITS == 3:
         # The plane of the high bit divides the channels otherwise; its codes are computed anew.
-        column = tl.arange(0, PLANE_WIDTH)
-        packed = tl.zeros((PAGE, PLANE_WIDTH), tl.int32)
+        bit_column = tl.arange(0, PLANE_WIDTH)[None, :]
+        bits = tl.zeros((PAGE, PLANE_WIDTH), tl.int32)
         for s in range(8):
-            channels = s * (D // 8) + column
-            tile = tl.load(keys + channels[None, :], mask=column[None, :] < D // 8, other=0.0).to(tl.float32)
-            tile_codes, low_bits, step_bits = _quantise_tile(tile, LEVELS)
-            packed |= (tile_codes >> 2) << s
-        tl.store(target + D // 4 + column[None, :], packed.to(tl.uint8), mask=column[None, :] < D // 8)
+            bit_keys = tl.load(keys + s * (D // 8) + bit_column, mask=bit_column < D // 8, other=0.0).to(tl.float32)
+            bit_codes, _, _ = _quantise_tile(bit_keys, LEVELS)
+            bits |= (bit_codes >> 2) << s
+        tl.store(target + D // 4 + bit_column, bits.to(tl.uint8), mask=bit_column < D // 8)
 
 
 @triton.jit
@@ -251,7 +250,7 @@ def _thumbnail_triton(
         D=head_dim,
         PAGE=page_size,
         **code_widths(head_dim, bits),
-        num_warps=max(4, min(16, page_size * head_dim // 512)),
+        num_warps=8 if page_size * head_dim > 8192 else 4,
     )
 
 

@@ -163,6 +163,10 @@ def test_tpot_measures_dense_and_sparse_in_turn(
     pytest.importorskip("matplotlib")
     assert main(["plot", "--csv", str(path), "--out", str(plotted)]) == 0
     assert plotted.read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", "--csv", str(path), "--run", rows[0]["run"], "--out", str(tmp_path / "run.png")]) == 0
+    assert main(["plot", "--csv", str(path), "--run", "other", "--out", str(tmp_path / "no.png")]) == 2
+    assert "--run other: " in capsys.readouterr().err
+    assert not (tmp_path / "no.png").exists()
 
 
 def test_tpot_compares_distributions_with_the_first_server(served: FakeServer, model: Path, tmp_path: Path) -> None:
