@@ -99,6 +99,11 @@ class DecodeStep:
         return None
 
     @property
+    def forecast_totals(self) -> torch.Tensor | None:
+        """`[layers, 2]` int64, see `forecast.lookahead.TOTALS`; None if nothing is prefetched."""
+        return None
+
+    @property
     def missed_block_bytes(self) -> int:
         """Bytes that a block which offload misses has in host memory."""
         return self.geometry.block_size * self.geometry.kv_bytes

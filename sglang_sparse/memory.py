@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,15 @@ def audit_bytes(geometry: Geometry, max_pages: int) -> int:
     """
     blocks = max_pages * geometry.blocks_per_page
     return blocks * geometry.kv_heads * (5 * geometry.group_size + 6) * 4 + max_pages * 4
+
+
+def forecast_bytes(geometry: Geometry, max_pages: int, max_requests: int) -> int:
+    """Bytes that forecasts need at most, beside trained weights and the inputs of a step: masses and what becomes of
+    them, lists and counts."""
+    blocks = max_pages * geometry.blocks_per_page
+    turn = requests_per_turn(geometry, max_pages, max_requests, False)
+    masses = turn * geometry.kv_heads * blocks * (2 * geometry.group_size * 4 + 40)
+    return masses + max_requests * geometry.kv_heads * (blocks + 2) * 4
 
 
 class SparsePoolConfigurator:
@@ -124,6 +134,11 @@ def step_buffer_bytes(
     if options.offload:
         # Where each listed block is.
         reserved += max_requests * max_pages * geometry.blocks_per_page * geometry.kv_heads * 4
+        if options.resolved_forecast != "none":
+            reserved += forecast_bytes(geometry, max_pages, max_requests)
+            heads = Path(options.resolved_forecast)
+            # A file that is not there is refused later.
+            reserved += heads.stat().st_size if heads.is_file() else 0
     if options.audit_rate > 0:
         reserved += audit_bytes(geometry, max_pages)
     return reserved

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_sparse.gammas import drop_overridden, one_gamma
-from sglang_sparse.option_values import FLAG, OptionsError, flag, parse_json
+from sglang_sparse.option_values import FLAG, OptionsError, check_choice, flag, parse_json
 from sglang_sparse.options import (
     BLOCK_SIZES,
     DEFAULT_DELTA,
@@ -27,6 +27,13 @@ _DEST = "sparse_decode"
 
 _OF_ONE_RULE = (("top_k", "top-k"), ("delta", "top-delta"), ("path", "top-delta"))
 """Options that a file gives for its rule, and that mean nothing once a flag asks for another rule."""
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "moira": {"estimator": "mean-variance", "gamma": 0.99, "block_size": 16, "rule": "coverage", "tail": "drop"},
+    "ffd": {"estimator": "thumbnail", "thumbnail_bits": 2, "rule": "top-delta", "tail": "drop"},
+}
+"""Settings after published methods, to compare with."""
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -150,6 +157,20 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     )
     add("staging", "Tokens of cached prefixes that a prefill batch may have. Unless given: the context.", type=int)
     add(
+        "forecast",
+        "With offload: what names the next layer's blocks, which are then prefetched: none, query (the next layer's "
+        "own query projection), or a file of heads (python -m sglang_sparse.forecast.train). Answers do not depend on "
+        "it. Unless given: query.",
+        metavar="{none,query,FILE}",
+    )
+    add("forecast_budget", "MiB that may be prefetched for a layer in a step.", type=float, metavar="MIB")
+    add(
+        "preset",
+        "Settings after a published method, to compare with: moira (mean and variance of 16-token blocks, gamma 0.99), "
+        "ffd (2-bit keys, top-delta). Other flags and the config win over it.",
+        metavar=_braces(tuple(PRESETS)),
+    )
+    add(
         "allow_untested_sglang",
         "Run on an SGLang release that sparse decode has not been tested with.",
         action="store_true",
@@ -185,12 +206,22 @@ def merge(given: Mapping[str, Any]) -> SparseDecodeOptions:
     """Options from `given` values over those of the file named by its key `config`, over the defaults."""
     values = dict(given)
     config = values.pop("config", None)
+    preset = values.pop("preset", None)
+    if preset is not None:
+        check_choice("preset", preset, tuple(PRESETS))
+    chosen = PRESETS.get(preset, {})
     values = one_gamma(known_values(values, "options"), "options")
     if config is None:
-        return SparseDecodeOptions(**values)
+        return _over(chosen, values)
     source = f"{flag('config')} {config}"
     below = one_gamma(known_values(read_config(config), source), source)
     drop_overridden(below, values)
+    return _over({**chosen, **below}, values)
+
+
+def _over(below: Mapping[str, Any], values: Mapping[str, Any]) -> SparseDecodeOptions:
+    """Options from `values`, and from `below` what they leave open."""
+    below = dict(below)
     for name, rule in _OF_ONE_RULE:
         if values.get("rule", rule) != rule:
             below.pop(name, None)

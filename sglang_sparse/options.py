@@ -48,6 +48,8 @@ DEFAULT_PAGE_SIZE = 64
 DEFAULT_MAX_REQUESTS = 64
 """With a KV pool of our own: requests at once unless `--max-running-requests` says otherwise; each has an open page of
 all layers."""
+DEFAULT_FORECAST_BUDGET = 8.0
+"""MiB a layer and step: what PCIe brings at 48 GB/s in 175 microseconds, about a layer of an 8B model."""
 CONFIG_ONLY = ("page_size", "model", "gamma_by_head", "slot_shares")
 """Options that only a config file or Python can give."""
 
@@ -122,6 +124,10 @@ class SparseDecodeOptions:
     """GPU memory for the blocks in use: GiB, or a share below 1 of the KV budget. None: what summaries leave."""
     staging: int | None = None
     """Tokens of prefixes that a prefill batch may have. None: the model's context."""
+    forecast: str | None = None
+    """What names the blocks to prefetch: `none`, `query`, or a file of trained heads. See `resolved_forecast`."""
+    forecast_budget: float = DEFAULT_FORECAST_BUDGET
+    """MiB that a layer's forecast may fetch in a step."""
     slot_shares: tuple[float, ...] = ()
     """Shares of the blocks in use by layer; without a flag. Empty: equal ones."""
 
@@ -182,6 +188,11 @@ class SparseDecodeOptions:
         if self.offload:
             return flag("offload")
         return f"{flag('kv_format')} split" if self.kv_format == "split" else None
+
+    @property
+    def resolved_forecast(self) -> str:
+        """What names the blocks to prefetch; nothing unless given."""
+        return self.forecast or "none"
 
     @property
     def resolved_tail(self) -> str:

@@ -72,6 +72,7 @@ class OwnPoolPrefillBackend(AttentionBackend):
         if not forward_batch.forward_mode.is_extend() or forward_batch.extend_seq_lens_cpu is None:
             return
         decode, page = self._decode, self._decode.step.geometry.page_size
+        decode.before_prefill()
         prefixes = [int(length) for length in forward_batch.extend_prefix_lens_cpu]
         extends = [int(length) for length in forward_batch.extend_seq_lens_cpu]
         rows = forward_batch.req_pool_indices[: len(extends)]
@@ -122,6 +123,9 @@ class OwnPoolDecodeBackend(SparseDecodeBackend):
         """The prefill backend that belongs to this one; `name` is the one that SGLang would have built."""
         self._prefill_backend: Any = OwnPoolPrefillBackend(self)
         return self._prefill_backend
+
+    def before_prefill(self) -> None:
+        """Called as a prefill batch is announced."""
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if self._prefill_backend is None:

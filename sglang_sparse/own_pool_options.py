@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_sparse.option_values import LARGEST, OptionsError, check_choice, check_int, flag, parse_memory
+from sglang_sparse.option_values import (
+    LARGEST,
+    OptionsError,
+    check_choice,
+    check_forecast,
+    check_int,
+    flag,
+    parse_memory,
+)
 
 if TYPE_CHECKING:
     from sglang_sparse.options import SparseDecodeOptions
@@ -18,6 +26,7 @@ def check_offload(options: SparseDecodeOptions) -> None:
     """Checks the options of offload, and sets those whose defaults do not go with it."""
     if type(options.offload) is not bool:
         raise OptionsError(f"{flag('offload')} is {options.offload!r}: give true or false")
+    check_forecast(options.forecast, options.forecast_budget, type(options).forecast_budget, options.offload)
     check_choice("host_dtype", options.host_dtype, HOST_DTYPES)
     given = {name: getattr(options, name) for name in ("host_memory", "hot_cache", "staging")}
     if options.host_dtype != type(options).host_dtype:

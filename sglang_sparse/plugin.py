@@ -19,6 +19,7 @@ import torch
 from sglang_sparse import hook_targets, option_sources, support
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
+from sglang_sparse.forecast.errors import ForecastError
 from sglang_sparse.options import DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
 
 if not compat.is_patched():
@@ -250,6 +251,8 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
         else:
             _backend = SparseDecodeBackend(model_runner, options)
         _metrics = MetricsExporter(_backend)
+    except ForecastError as error:
+        _stop(error)
     except torch.OutOfMemoryError as error:
         _stop(OptionsError(f"no memory for page summaries and step buffers: lower --mem-fraction-static ({error})"))
     except Exception as error:

@@ -167,7 +167,10 @@ def test_hits_and_misses_of_offload() -> None:
     totals = torch.zeros((LAYERS, 4), dtype=torch.int64)
     made = Exported()
     step: Any = SimpleNamespace(
-        **{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals, missed_block_bytes=100
+        **{name: getattr(made.step, name) for name in vars(made.step)},
+        offload_totals=totals,
+        forecast_totals=None,
+        missed_block_bytes=100,
     )
     made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
     made.count([160], [[0, 0], [7, 3], [5, 5]])
@@ -181,6 +184,25 @@ def test_hits_and_misses_of_offload() -> None:
         3,
     ]
     assert made.value("offload_missed_bytes_total") == 15 * 100
+    assert made.value("forecast_bytes_total", kind="used") is None
+
+
+def test_what_forecasts_hide() -> None:
+    made = Exported()
+    totals = {name: torch.zeros((LAYERS, n), dtype=torch.int64) for name, n in (("offload", 4), ("forecast", 2))}
+    own = {name: getattr(made.step, name) for name in vars(made.step)}
+    step: Any = SimpleNamespace(
+        **own, offload_totals=totals["offload"], forecast_totals=totals["forecast"], missed_block_bytes=100
+    )
+    made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
+    made.count([160], [[0, 0], [7, 3], [5, 5]])
+    assert made.value("forecast_bytes_total", kind="wasted") == 0
+    totals["offload"] += torch.tensor([30, 5, 2, 1])
+    totals["forecast"] += torch.tensor([25, 15])
+    made.exporter.when_idle(made.reporter)
+    assert made.value("forecast_bytes_total", kind="used") == 45 * 100
+    assert made.value("forecast_bytes_total", kind="wasted") == 30 * 100
+    assert made.value("forecast_hidden_fraction") == 0.75
 
 
 def test_what_board_and_alerts_ask_of_offload_is_exported() -> None:
@@ -188,7 +210,10 @@ def test_what_board_and_alerts_ask_of_offload_is_exported() -> None:
     made = Exported()
     totals = torch.zeros((LAYERS, 4), dtype=torch.int64)
     step: Any = SimpleNamespace(
-        **{name: getattr(made.step, name) for name in vars(made.step)}, offload_totals=totals, missed_block_bytes=100
+        **{name: getattr(made.step, name) for name in vars(made.step)},
+        offload_totals=totals,
+        missed_block_bytes=100,
+        forecast_totals=None,
     )
     made.exporter._backend = SimpleNamespace(step=step, audit=made.audit)  # type: ignore[assignment]
     made.exporter.when_idle(made.reporter)

@@ -24,6 +24,8 @@ EXPORT_SECONDS = 1.0
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Upper bounds of the share histograms' buckets, inclusive. Scanning and then keeping everything reads more than 1."""
 
+FORECAST_KINDS = ("used", "wasted")
+
 STEP_KINDS = ("sparse", "dense")
 
 
@@ -99,6 +101,20 @@ class Metrics:
             for kind in TOTALS:
                 self._looked_up.touch(kind=kind)
 
+        self._forecast: CounterWindow[list[int]] | None = None
+        if step.forecast_totals is not None:
+            self._forecast = CounterWindow(step.forecast_totals, lambda totals: totals.sum(0).tolist())
+            self._prefetched = series(
+                "counter", "forecast_bytes", "Bytes that were prefetched, by what became of them.", "kind"
+            )
+            for kind in FORECAST_KINDS:
+                self._prefetched.touch(kind=kind)
+            self._hidden = series(
+                "gauge",
+                "forecast_hidden_fraction",
+                "Missed bytes that had been prefetched / all, over the last second of decoding.",
+            )
+
         if self._audit is not None:
             self._coverage = series(
                 "histogram",
@@ -137,6 +153,16 @@ class Metrics:
             for kind, count in counts.items():
                 self._looked_up.record(count, kind=kind)
             self._missed.record(counts["misses"] * self._block_bytes)
+            if self._forecast is not None:
+                self._add_forecast(counts["misses"], self._forecast.read_all() if wait else self._forecast.read())
+
+    def _add_forecast(self, misses: int, counts: list[int]) -> None:
+        prefetched, used = counts
+        # The two counters are read one after the other: a step may come between them.
+        for kind, blocks in zip(FORECAST_KINDS, (used, max(0, prefetched - used)), strict=True):
+            self._prefetched.record(blocks * self._block_bytes, kind=kind)
+        if used + misses:
+            self._hidden.record(used / (used + misses))
 
     def _add(self, reading: Reading) -> None:
         self._steps.record(reading.scanned_steps, kind="sparse")

@@ -11,6 +11,8 @@ from sparse_kernels.slot_maps import TOTALS
 
 from sglang_sparse import sglang_compat, support
 from sglang_sparse.backend import checked_geometry
+from sglang_sparse.forecast import lookahead
+from sglang_sparse.forecast.server import install_lookahead
 from sglang_sparse.geometry import table_pages
 from sglang_sparse.offload import prefill_attention, shares
 from sglang_sparse.offload.decode import OffloadedDecode
@@ -53,6 +55,7 @@ class OffloadDecodeBackend(OwnPoolDecodeBackend):
             streams=streams,
             timed=sglang_compat.exports_metrics(model_runner),
         )
+        install_lookahead(model_runner.model, self.offloaded, options, [layer.scaling for layer in layers])
         self.prefill = self._staged = StagedPrefill(
             geometry,
             self.offloaded.host,
@@ -76,6 +79,10 @@ class OffloadDecodeBackend(OwnPoolDecodeBackend):
     def copies_are_exact(self) -> bool:
         return not self.offloaded.host.float8
 
+    def before_prefill(self) -> None:
+        if self.offloaded.lookahead:
+            self.offloaded.lookahead.begin(0)
+
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, `[slots, Hkv, D]`, copied together from the host pool: for checks."""
         host = self.offloaded.host
@@ -98,6 +105,7 @@ class OffloadDecodeBackend(OwnPoolDecodeBackend):
             **{f"{kind}_by_layer": [row[i] for row in by_layer] for i, kind in enumerate(TOTALS)},
             "better_slot_shares": shares.better_shares(by_layer, list(sizes.slots)),
             "missed_bytes": totals["misses"] * sizes.host_block_bytes,
+            "forecast": lookahead.report(self.offloaded.lookahead, totals["misses"], sizes.host_block_bytes),
         }
 
     def after_log(self, steps: int) -> None:

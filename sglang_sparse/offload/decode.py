@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sglang_sparse.decode_step import DecodeStep
+from sglang_sparse.forecast.lookahead import Lookahead
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.layer_clock import ATTENTION
 from sglang_sparse.offload.pools import HostPool, HotCache
@@ -70,11 +71,18 @@ class OffloadedDecode(DecodeStep):
             streams=streams,
             workspace=self.buffers.attention,
         )
+        self.lookahead: Lookahead | None = None
+        """What prefetches, if anything does."""
+        self._batch = 0
         self._closing_rows = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
 
     @property
     def offload_totals(self) -> torch.Tensor:
         return self.cache.totals
+
+    @property
+    def forecast_totals(self) -> torch.Tensor | None:
+        return self.lookahead.totals if self.lookahead else None
 
     @property
     def missed_block_bytes(self) -> int:
@@ -120,6 +128,8 @@ class OffloadedDecode(DecodeStep):
         b.load(req_to_token, req_pool_indices, seq_lens)
         places = padded_places(places, batch)
         self.offload.load(places, b.seq_lens[:batch], rows)
+        if self.lookahead:
+            self.lookahead.begin(batch)
         closing = b.closing_pages[:batch]
         closing.copy_(torch.where(closing >= 0, places // g.page_size, -1))
         self._closing_rows[:batch] = torch.where(b.closing_pages[:batch] >= 0, rows, -1)
@@ -137,12 +147,16 @@ class OffloadedDecode(DecodeStep):
             out: `[B, Hq, D]`, written; zeros for padded rows.
         """
         batch, cache = q.shape[0], self.cache
+        self._batch = batch
         if layer == 0:
             self.offload.begin()
+        if self.lookahead:
+            self.lookahead.score(layer)
         if self.clock:
             self.clock.enter(layer)
         self.offload.store(layer, k, v)
         open_k, open_v = cache.open_k[layer], cache.open_v[layer]
+        self.offload.streams.operation("summarise", reads=[("open", layer)], writes=[("summaries", layer)])
         self.summaries.update(
             layer, open_k, open_v, self._closing_rows[:batch], targets=self.buffers.closing_pages[:batch]
         )
@@ -158,6 +172,8 @@ class OffloadedDecode(DecodeStep):
         assert lists is not None
         assert counts is not None
         self.offload.fetch(layer, page_table, seq_lens, lists, counts)
+        if self.lookahead and turn.stop == self._batch:
+            self.lookahead.fetch(layer)
         self.offload.attend(
             layer,
             q,

@@ -7,6 +7,9 @@ fetched when.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from sparse_kernels import (
     AttentionTail,
@@ -117,10 +120,27 @@ class OffloadStep:
         Takes only slots that neither the last step nor another forecast for this step has used. The lists must stay as
         they are until the layer's `store`.
         """
+        with self.beside(layer):
+            self.bring_expected(layer, page_table, seq_lens, block_lists, block_counts)
+
+    def bring_expected(
+        self,
+        layer: int,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_lists: torch.Tensor,
+        block_counts: torch.Tensor,
+    ) -> None:
+        """`prefetch` for who is already `beside`."""
+        self._bring(layer, page_table, seq_lens, block_lists, block_counts, self.cache.expected, EXPECTED)
+
+    @contextlib.contextmanager
+    def beside(self, layer: int) -> Iterator[None]:
+        """What is inside runs beside the forward stream, after all that came before; the `store` of `layer` waits."""
         self.streams.record("fork")
         with self.streams.on(PREFETCH):
             self.streams.wait("fork")
-            self._bring(layer, page_table, seq_lens, block_lists, block_counts, self.cache.expected, EXPECTED)
+            yield
             self.streams.record(f"prefetched {layer}")
 
     def install(
@@ -211,7 +231,8 @@ class OffloadStep:
         totals = cache.totals[layer] if lag == DEMAND else None
         work = ("list", lag)
         found = ["locations"] if lag == DEMAND else []
-        self.streams.operation("lookup", reads=["epoch"], writes=[("maps", layer), work, *found])
+        lists = [] if lag == DEMAND else ["expected lists"]
+        self.streams.operation("lookup", reads=["epoch", *lists], writes=[("maps", layer), work, *found])
         slot_lookup(
             page_table,
             seq_lens,

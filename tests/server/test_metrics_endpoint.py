@@ -23,7 +23,7 @@ pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).parents[2]
 PREFIX = "sglang_sparse_"
-OFFLOADS = f"{PREFIX}offload_"
+OFFLOADS = (f"{PREFIX}offload_", f"{PREFIX}forecast_")
 FLAGS = (
     *("--sparse-decode", "--sparse-decode-min-context", "128", "--sparse-decode-window-tokens", "32"),
     *("--sparse-decode-gamma", "0.8", "--page-size", "32", "--sparse-decode-audit-rate", "1", "--enable-metrics"),

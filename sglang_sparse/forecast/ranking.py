@@ -1,0 +1,70 @@
+"""From expected queries to a ranking of blocks, by what a server could keep of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from sparse_kernels import thumbnail
+from sparse_kernels.thumbnail import unpack_codes
+
+Masses = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""(vectors `[T, Hkv, R, D]`, keys `[N * block, Hkv, D]`, scale) to log masses `[T, Hkv, R, N]` up to a constant."""
+
+
+def by_block_mean(block: int) -> Masses:
+    """Products with the mean key of each block."""
+    return _by_mean(block, 1)
+
+
+def by_page_mean(page: int, block: int) -> Masses:
+    """Products with the mean key of each page: its blocks are alike."""
+    return _by_mean(page, page // block)
+
+
+def _by_mean(tokens: int, blocks: int) -> Masses:
+    def masses(vectors: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+        means = keys.float().unflatten(0, (-1, tokens)).mean(1).repeat_interleave(blocks, 0)
+        return torch.einsum("thrd,nhd->thrn", vectors, means) * scale
+
+    return masses
+
+
+def by_page_midpoint(page: int, block: int) -> Masses:
+    """Products with the middle between a page's lowest and highest key, channel by channel, which thumbnails keep."""
+
+    def masses(vectors: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+        low, high = keys.float().unflatten(0, (-1, page)).aminmax(dim=1)
+        middle = ((low + high) / 2).repeat_interleave(page // block, 0)
+        return torch.einsum("thrd,nhd->thrn", vectors, middle) * scale
+
+    return masses
+
+
+def by_thumbnail(bits: int, page: int, block: int) -> Masses:
+    """The estimator `thumbnail` itself: the log of the sum over a block's tokens."""
+
+    def masses(vectors: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+        pages, heads, size = len(keys) // page, *keys.shape[1:]
+        device = keys.device
+        codes = torch.zeros((pages, heads, page, size * bits // 8), dtype=torch.uint8, device=device)
+        low_step = torch.zeros((pages, heads, 2, size), dtype=torch.bfloat16, device=device)
+        numbers = torch.arange(pages, dtype=torch.int32, device=device)
+        thumbnail(keys.contiguous(), numbers, bits=bits, page_size=page, codes=codes, low_step=low_step)
+        low, step = low_step.float().unbind(2)
+        rough = low[:, :, None] + step[:, :, None] * unpack_codes(codes, bits, size).float()
+        rough = rough.transpose(1, 2).flatten(0, 1)
+        scores = torch.einsum("thrd,nhd->thrn", vectors, rough) * scale
+        return scores.unflatten(-1, (-1, block)).logsumexp(-1)
+
+    return masses
+
+
+def mean_shares(masses: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """Expected share of the attention in each block, mean over R vectors: `[T, Hkv, N]`; 0 for other blocks.
+
+    Args:
+        masses: `[T, Hkv, R, N]`.
+        candidates: `[T, N]` bool.
+    """
+    return masses.masked_fill(~candidates[:, None, None], float("-inf")).softmax(-1).mean(2)

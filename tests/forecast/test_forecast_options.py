@@ -1,0 +1,48 @@
+"""Options of forecasts: what goes together, and what they become."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from sglang_sparse.option_sources import add_flags, pop_flags
+from sglang_sparse.options import OptionsError, SparseDecodeOptions
+
+
+def test_flags_and_transport() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = ("--sparse-decode", "--sparse-decode-offload", "--sparse-decode-forecast", "heads.safetensors")
+    options = pop_flags(parser.parse_args([*flags, "--sparse-decode-forecast-budget", "2.5"]))
+    assert options is not None
+    assert (options.resolved_forecast, options.forecast_budget) == ("heads.safetensors", 2.5)
+    assert SparseDecodeOptions.from_mapping(json.loads(options.to_json())) == options
+
+
+def test_nothing_is_forecast_unless_asked_for() -> None:
+    assert SparseDecodeOptions(offload=True).resolved_forecast == "none"
+    assert SparseDecodeOptions(offload=True, forecast="query").resolved_forecast == "query"
+    assert SparseDecodeOptions().resolved_forecast == "none"
+    assert SparseDecodeOptions(offload=True, forecast="none").resolved_forecast == "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"forecast": ""}, "--sparse-decode-forecast is '': give none, query, or a file of trained heads"),
+        ({"forecast": 3}, "--sparse-decode-forecast is 3: give none"),
+        ({"forecast_budget": 0}, "--sparse-decode-forecast-budget is 0: give MiB above 0"),
+        ({"forecast_budget": "much"}, "--sparse-decode-forecast-budget is 'much': give a number"),
+        ({"forecast": "query", "offload": False}, "--sparse-decode-forecast has no effect without --sparse-decode-off"),
+        (
+            {"forecast_budget": 3, "offload": False},
+            "--sparse-decode-forecast-budget has no effect without --sparse-dec",
+        ),
+    ],
+)
+def test_wrong_values_name_the_flag(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        SparseDecodeOptions(**{"offload": True, **change})

@@ -1,0 +1,100 @@
+"""A server says the same whatever its forecast names, and says at start why it does not take a file of heads."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import command, environment, free_port
+from random_model import write_random_model
+from test_offload import FLAGS, OFFLOAD, prompts
+
+from sglang_sparse.calibrate.model import load_model
+from sglang_sparse.forecast.heads_file import write_heads
+from sglang_sparse.forecast.model_parts import ModelParts, parts_of_transformers
+from sglang_sparse.forecast.projections import folded_forecast
+
+pytestmark = pytest.mark.server
+
+FEW_SLOTS = ("--sparse-decode-hot-cache", "0.0004")
+FORECAST = "--sparse-decode-forecast"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers, of which two are forecast; normed heads."""
+    folder = tmp_path_factory.mktemp("random-qwen3")
+    return write_random_model(folder, architecture="Qwen3ForCausalLM", layers=3, tie_word_embeddings=False)
+
+
+def parts_of(folder: Path) -> ModelParts:
+    return parts_of_transformers(load_model(folder, lambda *_: None, device="cpu", dtype=torch.float32), positions=8)
+
+
+@pytest.fixture(scope="module")
+def noise(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads that know nothing."""
+    parts = parts_of(model)
+    shape = (parts.kv_heads * parts.head_dim, parts.hidden_size)
+    generator = torch.Generator().manual_seed(1)
+    heads = {layer: (torch.randn(shape, generator=generator), None) for layer in parts.forecastable()}
+    path = tmp_path_factory.mktemp("heads") / "noise.safetensors"
+    write_heads(path, heads, parts.identity())
+    return path
+
+
+@pytest.fixture(scope="module")
+def resident_answers(start_server: Any, model: Path) -> list[list[int]]:
+    server = start_server(model, *FLAGS)
+    return [answer["output_ids"] for answer in server.generate_many(prompts(), tokens=40, at_once=8)]
+
+
+@pytest.mark.parametrize("forecast", ["none", "query", "noise"])
+def test_same_tokens_with_any_forecast(
+    forecast: str, start_server: Any, model: Path, noise: Path, resident_answers: list[list[int]]
+) -> None:
+    choice = str(noise) if forecast == "noise" else forecast
+    server = start_server(model, *FLAGS, *OFFLOAD, *FEW_SLOTS, FORECAST, choice)
+    server.generate(prompts()[3], 4)
+    answers = server.generate_many(prompts(), tokens=40, at_once=8)
+    assert [answer["output_ids"] for answer in answers] == resident_answers
+    info = server.idle_info()
+    offload, check = info["offload"], info["self_check"]
+    assert check["stale_pages"] == check["wrong_slots"] == 0
+    assert offload["misses"] > 0
+    shown = offload["forecast"]
+    if forecast == "none":
+        assert shown is None
+        return
+    assert shown["forecast"] == ("query" if forecast == "query" else "heads")
+    assert shown["prefetched_bytes"] == shown["used_bytes"] + shown["wasted_bytes"] > 0
+    assert min(shown["used_bytes"], shown["wasted_bytes"]) > 0
+    assert shown["hidden_share"] == shown["used_bytes"] / (shown["used_bytes"] + offload["missed_bytes"])
+
+
+def test_heads_of_another_model_are_refused_at_start(random_llama: Path, noise: Path, tmp_path: Path) -> None:
+    parts = parts_of(random_llama)
+    heads = {layer: (p.weight, p.bias) for layer, p in folded_forecast(parts).projections.items()}
+    path = tmp_path / "nan.safetensors"
+    write_heads(
+        path, {layer: (weight * float("nan"), bias) for layer, (weight, bias) in heads.items()}, parts.identity()
+    )
+    for given, message in (
+        (noise, f"{FORECAST} {noise}: was trained for another model, of architecture Qwen3ForCausalLM and not Llama"),
+        (path, f"{FORECAST} {path}: layers.1.weight has numbers that are not finite: train the heads anew"),
+    ):
+        done = subprocess.run(
+            command(random_llama, *FLAGS, *OFFLOAD, FORECAST, str(given), port=free_port()),
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode != 0
+        lines = [line for line in done.stderr.splitlines() if line.startswith("sglang-sparse: error: ")]
+        assert len(lines) == 1, done.stderr[-3000:]
+        assert message in lines[0]

@@ -1,0 +1,45 @@
+"""Presets: what they choose, and what wins over them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_sparse.option_sources import add_flags, merge, pop_flags
+from sglang_sparse.options import OptionsError, SparseDecodeOptions
+
+
+def test_moira() -> None:
+    options = merge({"preset": "moira"})
+    assert (options.estimator, options.gamma, options.block_size) == ("mean-variance", 0.99, 16)
+    assert (options.rule, options.resolved_tail) == ("coverage", "drop")
+
+
+def test_ffd() -> None:
+    options = merge({"preset": "ffd"})
+    assert (options.estimator, options.thumbnail_bits, options.rule) == ("thumbnail", 2, "top-delta")
+    assert (options.resolved_tail, options.resolved_delta) == ("drop", 6.0)
+
+
+def test_flags_and_config_win(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    config = tmp_path / "sparse.json"
+    config.write_text(json.dumps({"gamma": 0.9, "window_tokens": 64}))
+    flags = ["--sparse-decode", "--sparse-decode-preset", "moira", "--sparse-decode-block-size", "32"]
+    options = pop_flags(parser.parse_args([*flags, "--sparse-decode-config", str(config)]))
+    assert options is not None
+    assert (options.gamma, options.window_tokens, options.block_size) == (0.9, 64, 32)
+    assert options.estimator == "mean-variance"
+
+
+def test_no_preset_is_the_default() -> None:
+    assert merge({}) == SparseDecodeOptions()
+
+
+def test_an_unknown_preset_is_named() -> None:
+    with pytest.raises(OptionsError, match="--sparse-decode-preset is 'sparda': choose one of moira, ffd"):
+        merge({"preset": "sparda"})
