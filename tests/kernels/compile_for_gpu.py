@@ -15,6 +15,7 @@ takes more for it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -120,7 +121,9 @@ def main(chosen: list[str]) -> None:
         compiled.clear()
         error = None
         try:
-            case.call()
+            # Triton prints the code that ptxas refuses.
+            with contextlib.redirect_stdout(sys.stderr):
+                case.call()
         except Exception as raised:
             error = _message(raised)
         result = {"case": case.name, "ok": error is None, "error": error, "functions": sorted(compiled)}
