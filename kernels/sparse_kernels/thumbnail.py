@@ -180,7 +180,7 @@ def write_thumbnail(
         bits = tl.zeros((PAGE, PLANE_WIDTH), tl.int32)
         for s in range(8):
             bit_keys = tl.load(keys + s * (D // 8) + bit_column, mask=bit_column < D // 8, other=0.0).to(tl.float32)
-            bit_codes, _, _, _ = quantise_tile(bit_keys, LEVELS)
+            bit_codes = quantise_tile(bit_keys, LEVELS)[0]
             bits |= (bit_codes >> 2) << s
         tl.store(target + D // 4 + bit_column, bits.to(tl.uint8), mask=bit_column < D // 8)
 

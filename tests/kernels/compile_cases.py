@@ -173,6 +173,33 @@ def block_store(s: Sizes, float8: bool) -> None:
     sk.block_store(new, new, *places, s.maps().slot_map, **pools, **s.plain)
 
 
+def split_pages(s: Sizes) -> dict[str, torch.Tensor]:
+    residual = torch.zeros(s.pool_pages, s.kv_heads, s.page_size, s.head_dim, dtype=torch.uint8)
+    return {**s.thumbnails(2), "residual": residual}
+
+
+def split_store(s: Sizes) -> None:
+    new = torch.zeros(s.batch, s.kv_heads, s.head_dim, dtype=s.dtype)
+    places = torch.zeros(s.batch, dtype=torch.int64), int32(s.batch)
+    sk.split_store(new, new, *places, v_pool=s.pool(), open_keys=s.pool())
+
+
+def split_quantise(s: Sizes) -> None:
+    sk.split_quantise(s.pool(), int32(2), page_size=s.page_size, **split_pages(s))
+
+
+def split_dequantise(s: Sizes) -> None:
+    out = torch.zeros(s.kv_heads, 2 * s.page_size, s.head_dim, dtype=s.dtype)
+    sk.split_dequantise(*split_pages(s).values(), int32(2), page_size=s.page_size, out=out)
+
+
+def split_attention(s: Sizes, lists: bool, tail: bool = False, lse: bool = False) -> None:
+    keys = sk.SplitKeys(**split_pages(s), open_keys=s.pool(), open_rows=int32(s.batch))
+    kept = (s.lists(), s.counts()) if lists else (None, None)
+    inputs = (s.queries(), keys, s.pool(), s.page_table(), s.seq_lens())
+    sk.split_attention(*inputs, *kept, **attention_arguments(s, tail, lse))
+
+
 def slot_lookup(s: Sizes, lag: int, more: bool) -> None:
     inputs = (s.page_table(), s.seq_lens(), s.lists(), s.counts(), int32(1), s.maps(), s.fetch())
     optional = {"locations": s.lists(), "totals": torch.zeros(4, dtype=torch.int64)} if more else {}
@@ -261,6 +288,12 @@ CASES = [
     case(block_store, "", LLAMA, False),
     case(block_store, "float8", LLAMA, True),
     case(block_store, "float8-small", SMALL, True),
+    case(split_store, "", LLAMA),
+    *(case(split_quantise, variant, sizes) for variant, sizes in (("", LLAMA), ("small", SMALL), ("dim-96", PHI))),
+    *(case(split_dequantise, variant, sizes) for variant, sizes in (("", LLAMA), ("small", SMALL))),
+    case(split_attention, "all-blocks-small", SMALL, lists=False),
+    case(split_attention, "tail", LLAMA, lists=True, tail=True),
+    case(split_attention, "tail-group-7", QWEN, lists=True, tail=True, lse=True),
     case(slot_lookup, "", LLAMA, 0, True),
     case(slot_lookup, "prefetch", QWEN, 1, False),
     case(slot_assign, "", LLAMA, 0, True),
