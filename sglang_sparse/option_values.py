@@ -51,6 +51,11 @@ def check_forecast(choice: Any, budget: Any, default: float, offload: bool) -> N
     if choice is not None and (not isinstance(choice, str) or not choice):
         raise OptionsError(f"{flag('forecast')} is {choice!r}: give none, query, or a file of trained heads")
     if offload:
+        if budget != default and choice in (None, "none"):
+            raise OptionsError(
+                f"{flag('forecast_budget')} has no effect without {flag('forecast')}: name a forecast or remove "
+                f"{flag('forecast_budget')}"
+            )
         return
     for name, given in (("forecast", choice is not None), ("forecast_budget", budget != default)):
         if given:
