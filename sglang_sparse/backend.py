@@ -24,18 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 def checked_geometry(model_runner: ModelRunner, options: SparseDecodeOptions, layers: list[Any]) -> Geometry:
-    """What the steps of a model with these attention layers work on.
+    """What the steps of a model with these attention layers work on; those with a sliding window do not count.
 
     Raises OptionsError or UnsupportedError if the options or the KV pool do not fit the model.
     """
     pool = model_runner.token_to_kv_pool
     support.check_kv_dtype(pool.dtype, model_runner.model_config.dtype)
     options.check_page_size(pool.page_size)
-    options.check_layers(len(layers), layers[0].tp_k_head_num)
+    windows = support.window_layers(layers)
+    layer = next(layer for layer in layers if layer.layer_id not in windows)
+    options.check_layers(len(layers), layer.tp_k_head_num)
     return Geometry(
-        kv_heads=layers[0].tp_k_head_num,
-        group_size=layers[0].tp_q_head_num // layers[0].tp_k_head_num,
-        head_dim=layers[0].qk_head_dim,
+        kv_heads=layer.tp_k_head_num,
+        group_size=layer.tp_q_head_num // layer.tp_k_head_num,
+        head_dim=layer.qk_head_dim,
         dtype=pool.dtype,
         page_size=pool.page_size,
         block_size=options.block_size,
@@ -49,6 +51,10 @@ class SparseDecodeBackend(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False
+    windows: frozenset[int] = frozenset()
+    """Layers with a sliding window."""
+    window_backend: AttentionBackend | None = None
+    """SGLang's own decode attention, for those layers."""
 
     def __init__(self, model_runner: ModelRunner, options: SparseDecodeOptions) -> None:
         super().__init__()
@@ -58,6 +64,7 @@ class SparseDecodeBackend(AttentionBackend):
         geometry = checked_geometry(model_runner, options, layers)
         self.kv_pool = pool
         self._layers = len(layers)
+        self.windows = support.window_layers(layers)
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
         rows, width = self._req_to_token.shape
         self.step = DecodeStep(
@@ -69,6 +76,7 @@ class SparseDecodeBackend(AttentionBackend):
             max_pages=table_pages(width, pool.page_size),
             device=pool.device,
             timed=sglang_compat.exports_metrics(model_runner),
+            windows=self.windows,
         )
         self.audit: CoverageAudit | None = None
         if self.step.tap is not None:
@@ -76,10 +84,11 @@ class SparseDecodeBackend(AttentionBackend):
             self.audit = CoverageAudit(self.step, key_pool=pool.get_key_buffer, scales=scales)
         self._prefill_backend: AttentionBackend | None = None
         logger.info(
-            "Sparse decode: %d of %d layers, estimator %s, rule %s, path %s, tail %s, page %d, block %d; "
-            "page summaries %.2f GB, step buffers %.2f GB.",
+            "Sparse decode: %d of %d layers (%d have a sliding window), estimator %s, rule %s, path %s, tail %s, "
+            "page %d, block %d; page summaries %.2f GB, step buffers %.2f GB.",
             len(self.step.sparse_layers),
             len(layers),
+            len(self.windows),
             self.step.estimator.name,
             self.step.rule.name,
             paths.describe(options),
@@ -117,6 +126,11 @@ class SparseDecodeBackend(AttentionBackend):
         summarise_prefill(prefill_backend, self.step.summaries, self.step.geometry.page_size, **before_chunk)
         self._prefill_backend = prefill_backend
 
+    def attach_windows(self, backend: AttentionBackend) -> None:
+        """Makes `backend`, one of SGLang's own that nothing else uses, serve the layers with a sliding window."""
+        self.window_backend = backend
+        self.needs_cpu_seq_lens = backend.needs_cpu_seq_lens
+
     # SGLang's metadata contract: host work outside the graph, recorded work inside it.
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -125,14 +139,22 @@ class SparseDecodeBackend(AttentionBackend):
                 f"CUDA graphs of {max_bs} requests exceed the {self.step.buffers.max_requests} request slots: "
                 "lower --cuda-graph-max-bs-decode"
             )
+        if self.window_backend is not None:
+            self.window_backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         # Padded rows have no tokens: nothing is read, counted or summarised for them.
-        return 0
+        return 0 if self.window_backend is None else self.window_backend.get_cuda_graph_seq_len_fill_value()
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        if self.window_backend is not None:
+            self.window_backend.on_after_cuda_graph_warmup()
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if self._prefill_backend is None:
             raise RuntimeError("sparse decode is not attached to the prefill backend: page summaries would be missing")
+        if self.windows and self.window_backend is None:
+            raise RuntimeError("no attention backend is attached for the layers with a sliding window")
         if not in_capture:
             check_prefill(self._prefill_backend, self._layers)
             self.step.control.before_step()
@@ -142,8 +164,15 @@ class SparseDecodeBackend(AttentionBackend):
         self.step.buffers.load(
             self._req_to_token, forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch]
         )
+        if self.window_backend is not None:
+            # SGLang's backends want a token in padded rows; the rows of a capture are all of that kind.
+            real = 0 if in_capture else sglang_compat.real_requests(forward_batch)
+            self.step.buffers.empty_rows(real, batch)
+            self.window_backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if self.window_backend is not None:
+            self.window_backend.init_forward_metadata_in_graph(forward_batch)
         self.step.counters.count_step(self.step.buffers.seq_lens[: forward_batch.batch_size])
 
     def forward_decode(
@@ -157,6 +186,12 @@ class SparseDecodeBackend(AttentionBackend):
         **unsupported: Any,
     ) -> torch.Tensor:
         """Attention of one layer for one token a request: `q` is `[B, Hq * D]`, and so is the result."""
+        if layer.layer_id in self.windows:
+            assert self.window_backend is not None
+            self.step.skip(layer.layer_id, forward_batch.batch_size)
+            return self.window_backend.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **unsupported
+            )
         if unsupported:
             raise ValueError(f"sparse decode does not support the attention argument {next(iter(unsupported))!r}")
         if save_kv_cache:

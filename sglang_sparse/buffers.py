@@ -73,6 +73,11 @@ class DecodeBuffers:
             tensors += [self.maxima.blocks, self.maxima.pseudo]
         return sum(tensor.nbytes for tensor in tensors)
 
+    def empty_rows(self, first: int, end: int) -> None:
+        """Makes the loaded rows from `first` up to `end` padded rows."""
+        self.seq_lens[first:end] = 0
+        self.closing_pages[first:end] = -1
+
     def load(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Copies the step's rows of SGLang's request table, which may change while the captured step runs.
 

@@ -32,6 +32,8 @@ class DecodeStep:
         max_requests: largest batch.
         max_pages: pages of the longest request.
         timed: whether the phases of one layer are timed, which costs five small launches a step.
+        windows: layers with a sliding window, in which the step has no part: they are passed by (`skip`), and what is
+            counted is of the other layers.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class DecodeStep:
         max_pages: int,
         device: torch.device | str,
         timed: bool = False,
+        windows: frozenset[int] = frozenset(),
     ) -> None:
         self.options = options
         self.geometry = geometry
@@ -52,7 +55,8 @@ class DecodeStep:
         self.estimator = make_estimator(options, geometry)
         self.rule = make_rule(options, geometry)
         self.tail = make_tail(options, geometry)
-        dense = set(options.dense_layers) if self.rule.needs_mass else set(range(layers))
+        self.windows = windows
+        dense = windows | (set(options.dense_layers) if self.rule.needs_mass else set(range(layers)))
         self.sparse_layers = [layer for layer in range(layers) if layer not in dense]
         # The keys of a split cache are summaries: all layers have them.
         summarised = list(range(layers)) if options.kv_format == "split" else self.sparse_layers
@@ -84,6 +88,7 @@ class DecodeStep:
             geometry,
             layers=layers,
             sparse_layers=self.sparse_layers,
+            windows=windows,
             scan_bytes=self.estimator.scan_bytes() + (self.tail.summary_bytes() if self.tail else 0),
             min_context=options.min_context,
             device=device,
@@ -138,14 +143,20 @@ class DecodeStep:
                 self._attend_turn(layer, q[turn], k_pool, v_pool, turn, scale, out[turn])
         self._count_requests(layer, batch)
 
+    def skip(self, layer: int, batch: int) -> None:
+        """Instead of `attend`, in a layer with a sliding window."""
+        if self.clock:
+            self.clock.enter(layer)
+        self._count_requests(layer, batch)
+
     def _count_requests(self, layer: int, batch: int) -> None:
         """After the last layer: what each request of the step read."""
         if layer == self.layers - 1:
             request_totals(
                 self.buffers.block_counts,
                 self.buffers.seq_lens[:batch],
-                layers=self.layers,
-                dense_layers=self.layers - len(self.sparse_layers),
+                layers=self.layers - len(self.windows),
+                dense_layers=self.layers - len(self.windows) - len(self.sparse_layers),
                 block_size=self.geometry.block_size,
                 out=self.buffers.request_totals,
             )

@@ -84,6 +84,7 @@ def reserve(
     max_pages: int,
     max_requests: int,
     device: torch.device | str = "cpu",
+    windows: frozenset[int] = frozenset(),
 ) -> Any:
     """`inner`, SGLang's KV pool configurator, with the memory of sparse decode taken out of its budget.
 
@@ -92,11 +93,12 @@ def reserve(
         max_pages: pages of the longest request.
         max_requests: upper bound of the request slots, known before the pool is sized.
         device: where the steps run.
+        windows: the layers with a sliding window, which have no summaries.
     """
     rule = make_rule(options, geometry)
     if not rule.needs_mass:
         return inner
-    sparse_layers = layers - len(options.dense_layers)
+    sparse_layers = layers - len(windows.union(options.dense_layers))
     tail = make_tail(options, geometry)
     summary_bytes = make_estimator(options, geometry).summary_bytes() + (tail.summary_bytes() if tail else 0)
     share = summary_bytes * sparse_layers / (geometry.kv_bytes * layers)

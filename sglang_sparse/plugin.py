@@ -273,6 +273,10 @@ def _build_backend(original: Callable, *args: Any, model_runner: Any, backend_st
         except OptionsError as error:
             _stop(error)
         _backend.attach_prefill(backend)
+        if _backend.windows:
+            # One of its own: the batches that it is told of are not those of prefill.
+            windows = original(*args, model_runner=model_runner, backend_str=backend_str, **kwargs)
+            _backend.attach_windows(windows)
     return backend
 
 
@@ -286,10 +290,13 @@ def _pool_configurator(options: SparseDecodeOptions) -> Callable:
             return inner
         try:
             configurator: Any
+            layers = support.attention_layers(configurator_owner.model)
             if _own_pool is not None:
+                support.check_no_windows(layers, options.own_pool or "")
                 configurator = _own_pool.configurator(inner, configurator_owner)
             else:
-                configurator = reserve(inner, options, **compat.cache_shape(configurator_owner))
+                shape = compat.cache_shape(configurator_owner)
+                configurator = reserve(inner, options, windows=support.window_layers(layers), **shape)
         except Exception as error:
             _stop(error)
         _memory_is_reserved = True

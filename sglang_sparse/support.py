@@ -11,7 +11,15 @@ from sglang_sparse import sglang_compat
 from sglang_sparse.option_values import UnsupportedError
 from sglang_sparse.sglang_compat import BACKEND_NAME
 
-TESTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TESTED_ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("Phi3ForCausalLM", "GemmaForCausalLM", "Gemma3ForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM"),
+    *("GraniteForCausalLM", "Olmo2ForCausalLM", "Starcoder2ForCausalLM", "StableLmForCausalLM", "Glm4ForCausalLM"),
+    *("ArceeForCausalLM", "ApertusForCausalLM"),
+    # Mixtures of experts.
+    *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "GraniteMoeForCausalLM", "Glm4MoeForCausalLM"),
+)
+"""What `tests/models` runs; docs/models.md has more about them."""
 PREFILL_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP_SIZE = 16
@@ -55,7 +63,8 @@ _ALLOWED_ARGUMENTS = frozenset(
     checkpoint_engine_wait_weights_before_ready enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
     dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode
     enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode disable_outlines_disk_cache
-    pre_warm_nccl enable_p2p_check
+    pre_warm_nccl enable_p2p_check enable_lora lora_paths lora_backend max_lora_rank lora_target_modules
+    max_loras_per_batch max_loaded_loras lora_eviction_policy max_lora_chunk_size
     """.split()  # noqa: SIM905
 )
 
@@ -161,13 +170,12 @@ def check_model(model_config: Any) -> None:
 
     text = model_config.hf_text_config
     architecture = (model_config.hf_config.architectures or ["unknown"])[0]
-    sliding = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
     head_dim, v_head_dim = model_config.head_dim, model_config.v_head_dim
     for wrong, what in (
         (model_config.attention_arch == AttentionArch.MLA, "multi-head latent attention (MLA)"),
-        (sliding or model_config.is_hybrid_swa, "sliding-window attention"),
         (getattr(text, "attn_logit_softcapping", None), "attention logit soft-capping"),
         (getattr(model_config, "has_attention_sinks", False), "learned attention sinks"),
+        (model_config.is_hybrid_swa, "a KV pool of their own for sliding-window layers"),
         (model_config.is_encoder_decoder, "cross attention"),
         (model_config.is_multimodal, "multimodal input"),
         (not model_config.is_generation, "embedding or reward models"),
@@ -186,16 +194,22 @@ def check_model(model_config: Any) -> None:
 
 
 def attention_layers(model: torch.nn.Module) -> list[Any]:
-    """The model's attention layers, ordered by layer index; raises UnsupportedError if one is of another kind."""
+    """The model's attention layers, ordered by layer index; raises UnsupportedError if one is of another kind.
+
+    What a layer with a sliding window computes is left to SGLang (`window_layers`), and so is not looked at.
+    """
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     layers = sorted(
         (module for module in model.modules() if isinstance(module, RadixAttention)), key=lambda layer: layer.layer_id
     )
-    for layer in layers:
+    full = [layer for layer in layers if layer.sliding_window_size == -1]
+    if not full:
+        what = "a model with sliding windows in all layers" if layers else "a model whose attention is not SGLang's own"
+        raise UnsupportedError(f"--sparse-decode does not support {what}: serve it without --sparse-decode")
+    for layer in full:
         for wrong, what in (
             (layer.logit_cap, "logit soft-capping"),
-            (layer.sliding_window_size != -1, "a sliding window"),
             (layer.is_cross_attention, "cross attention"),
             (layer.attn_type != AttentionType.DECODER, "bidirectional attention"),
             (layer.v_head_dim != layer.qk_head_dim, "values of another head dim than keys"),
@@ -204,6 +218,7 @@ def attention_layers(model: torch.nn.Module) -> list[Any]:
                 layer.tp_q_head_num // layer.tp_k_head_num > MAX_GROUP_SIZE,
                 f"over {MAX_GROUP_SIZE} query heads a KV head",
             ),
+            (_heads(layer) != _heads(full[0]), "other heads than those of other layers"),
         ):
             if wrong:
                 raise UnsupportedError(
@@ -213,6 +228,23 @@ def attention_layers(model: torch.nn.Module) -> list[Any]:
     if [layer.layer_id for layer in layers] != list(range(len(layers))):
         raise UnsupportedError("--sparse-decode needs one attention per layer: serve the model without --sparse-decode")
     return layers
+
+
+def _heads(layer: Any) -> tuple[int, int, int]:
+    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+
+
+def window_layers(layers: list[Any]) -> frozenset[int]:
+    """Indices of the layers with a sliding window, which SGLang's own decode attention serves."""
+    return frozenset(layer.layer_id for layer in layers if layer.sliding_window_size != -1)
+
+
+def check_no_windows(layers: list[Any], option: str) -> None:
+    """Raises UnsupportedError if a layer has a sliding window, which KV pools of our own (`option`) do not serve."""
+    for layer in sorted(window_layers(layers)):
+        raise UnsupportedError(
+            f"{option} does not support a sliding window, which layer {layer} of the model has: remove {option}"
+        )
 
 
 def check_pool(pool: Any) -> None:

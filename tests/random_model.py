@@ -83,6 +83,12 @@ def write_random_model(
         tensors[name + "mlp.down_proj.weight"] = weight(hidden, intermediate)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
+    write_byte_tokenizer(folder)
+    return folder
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer of single bytes into `folder`."""
     vocabulary = {character: index for index, character in enumerate(_BYTES)} | {"<s>": BOS, "</s>": EOS}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,4 +98,3 @@ def write_random_model(
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"})
     )
-    return folder

@@ -24,6 +24,7 @@ class Reading:
     bytes_read_fraction: float | None
     """(Bytes scanned to choose + KV bytes read) ÷ all KV bytes; None before the first step."""
     kept_by_layer_and_head: list[list[float]]
+    """Nothing for layers with a sliding window."""
     tokens: int = 0
     """Of all requests of all steps: what the share of bytes weighs steps by."""
     blocks: int = 0
@@ -45,6 +46,7 @@ class DecodeCounters:
 
     Args:
         sparse_layers: layers whose rules add to `kept_blocks`; the others read everything.
+        windows: layers with a sliding window, which do not count.
         scan_bytes: bytes a token of a closed page that the estimator reads per layer and KV head.
         min_context: requests below it are not scanned.
         read_bytes: bytes that attention reads of a token of a block; None for those in the model's dtype.
@@ -60,11 +62,13 @@ class DecodeCounters:
         min_context: int,
         device: torch.device | str,
         read_bytes: float | None = None,
+        windows: frozenset[int] = frozenset(),
     ) -> None:
         self._geometry = geometry
         self._block_share = 1.0 if read_bytes is None else read_bytes / geometry.kv_bytes
         self._scan_bytes = scan_bytes
         self._sparse_layers = sparse_layers
+        self._windows = windows
         self._min_context = min_context
         # One tensor, so that a reading is one copy: the step's totals, then kept blocks per layer and KV head.
         self._totals_size = len(FIELDS)
@@ -113,21 +117,23 @@ class DecodeCounters:
         if not totals["blocks"]:
             return Reading(totals["steps"], None, None, [])
         g = self._geometry
-        layers, heads = self._shape
-        kept_fraction = kept.sum().item() / (layers * heads * totals["blocks"])
+        heads = self._shape[1]
+        full = [layer for layer in range(self._shape[0]) if layer not in self._windows]
+        kept_fraction = kept[full].sum().item() / (len(full) * heads * totals["blocks"])
+        shares = (kept.double() / totals["blocks"]).tolist()
         kv_bytes = heads * totals["tokens"] * g.kv_bytes
         scan_bytes = heads * (totals["closed_tokens"] * self._scan_bytes + totals["open_tokens"] * g.kv_bytes / 2)
         return Reading(
             totals["steps"],
             kept_fraction,
-            kept_fraction * self._block_share + len(self._sparse_layers) * scan_bytes / (layers * kv_bytes),
-            (kept.double() / totals["blocks"]).tolist(),
+            kept_fraction * self._block_share + len(self._sparse_layers) * scan_bytes / (len(full) * kv_bytes),
+            [[] if layer in self._windows else row for layer, row in enumerate(shares)],
             totals["tokens"],
             totals["blocks"],
             totals["requests"],
             totals["scanned_steps"] if self._sparse_layers else 0,
             kv_bytes,
-            [scan_bytes if layer in self._sparse_layers else 0.0 for layer in range(layers)],
+            [scan_bytes if layer in self._sparse_layers else 0.0 for layer in range(self._shape[0])],
             self._block_share,
         )
 

@@ -36,10 +36,12 @@ class GroupReading:
 
 
 def by_layer_group(reading: Reading) -> dict[str, GroupReading]:
-    """Sums of a reading by layer group; empty if no step was counted."""
+    """Sums of a reading by layer group, without layers that do not count; empty if no step was counted."""
     layers = len(reading.kept_by_layer_and_head)
     groups: dict[str, GroupReading] = {}
     for layer, heads in enumerate(reading.kept_by_layer_and_head):
+        if not heads:
+            continue
         group = groups.setdefault(layer_group(layer, layers), GroupReading())
         group.kv_bytes += reading.kv_bytes_by_layer
         group.kept_bytes += reading.block_share * reading.kv_bytes_by_layer * sum(heads) / len(heads)
