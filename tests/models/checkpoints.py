@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of many architectures, made by transformers' own classes: real names and shapes of weights."""
+"""Tiny random checkpoints of many architectures, made by transformers' own classes: real names of weights."""
 
 from __future__ import annotations
 
@@ -53,6 +53,9 @@ def write_checkpoint(folder: Path, model_type: str, *, embedding: float = 8.0, s
         for name, tensor in model.named_parameters():
             if name.endswith("bias"):
                 tensor.normal_(std=0.1, generator=generator)
+            elif "q_norm" in name or "k_norm" in name:
+                # As for projections without a norm behind them.
+                tensor.fill_(2.0)
             elif tensor.dim() >= 2:
                 size = next((size for parts, size in sizes if any(part in name for part in parts)), 1.0)
                 tensor.normal_(std=size * tensor.shape[-1] ** -0.5, generator=generator)

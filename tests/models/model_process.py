@@ -41,6 +41,7 @@ def load(path: str, flags: list[str]) -> Any:
     from sglang.srt.server_args import PortArgs, prepare_server_args, set_global_server_args_for_scheduler
 
     server_args = prepare_server_args(["--model-path", path, *cpu.SERVER_FLAGS, *flags])
+    server_args.check_lora_server_args()
     set_global_server_args_for_scheduler(server_args)
     return one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)[0]
 
@@ -163,11 +164,27 @@ def import_everything() -> None:
             pkgutil.resolve_name(target)
 
 
+def pin_nothing() -> None:
+    """Lets SGLang's LoRA layers run on a CPU: they pin memory, which torch refuses where no device could read it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+
+    def unpinned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, pin_memory=False, **kwargs: original(*args, **kwargs)
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign]
+
+
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     import torch
 
     torch.set_num_threads(1)
+    pin_nothing()
     import_everything()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = pool.map(lambda mode: forked(run_mode, mode, request), request["modes"].values())
