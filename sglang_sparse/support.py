@@ -63,7 +63,8 @@ _ALLOWED_ARGUMENTS = frozenset(
     checkpoint_engine_wait_weights_before_ready enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
     dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode
     enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode disable_outlines_disk_cache
-    pre_warm_nccl enable_p2p_check enable_lora lora_paths lora_backend max_lora_rank lora_target_modules
+    pre_warm_nccl enable_p2p_check enable_hierarchical_cache enable_lmcache enable_lora
+    lora_paths lora_backend max_lora_rank lora_target_modules
     max_loras_per_batch max_loaded_loras lora_eviction_policy max_lora_chunk_size
     """.split()  # noqa: SIM905
 )
@@ -71,11 +72,20 @@ _ALLOWED_ARGUMENTS = frozenset(
 # Values of those arguments that are refused: (argument, is it wrong?, what to say).
 _Refusal = tuple[str, Callable[[Any], bool], str]
 _REFUSED_VALUES: tuple[_Refusal, ...] = (
-    ("speculative_algorithm", bool, "speculative decoding is not supported: remove --speculative-algorithm"),
+    (
+        "speculative_algorithm",
+        bool,
+        "speculative decoding verifies drafts densely in the prefill backend, so that no step would decode sparsely: "
+        "remove --speculative-algorithm",
+    ),
     (
         "disaggregation_mode",
         lambda value: value not in (None, "null"),
-        "prefill-decode disaggregation is not supported: remove --disaggregation-mode",
+        "pages that prefill-decode disaggregation transfers come without summaries: remove --disaggregation-mode",
+    ),
+    *(
+        (name, bool, f"pages that come back from another cache have no summaries: remove --{name.replace('_', '-')}")
+        for name in ("enable_hierarchical_cache", "enable_lmcache")
     ),
     (
         "enable_mixed_chunk",
@@ -87,7 +97,7 @@ _REFUSED_VALUES: tuple[_Refusal, ...] = (
     (
         "kv_cache_dtype",
         lambda value: value not in (None, "auto", "bf16", "bfloat16"),
-        "a quantised KV cache is not supported: use --kv-cache-dtype auto",
+        "a quantised KV cache is not supported: use --kv-cache-dtype auto, or --sparse-decode-kv-format split",
     ),
     (
         "cuda_graph_backend_prefill",

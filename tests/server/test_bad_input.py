@@ -65,10 +65,13 @@ FLAGS = [
     ("--page-size 8", "--page-size 8"),
     ("--page-size 1", "--page-size 1 "),
     ("--page-size 16 --sparse-decode-block-size 32", "--sparse-decode-block-size 32"),
-    ("--speculative-algorithm NGRAM", "--speculative-algorithm"),
-    ("--disaggregation-mode decode", "--disaggregation-mode"),
+    *((f"--speculative-algorithm {name}", "verifies drafts densely") for name in ("NGRAM", "EAGLE", "EAGLE3", "NEXTN")),
+    ("--speculative-algorithm STANDALONE", "remove --speculative-algorithm"),
+    ("--disaggregation-mode decode", "remove --disaggregation-mode"),
+    ("--disaggregation-mode prefill", "remove --disaggregation-mode"),
     ("--enable-mixed-chunk", "--enable-mixed-chunk"),
     ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype"),
+    ("--kv-cache-dtype fp8_e4m3", "--kv-cache-dtype"),
     ("--tp-size 2", "--tp-size"),
     ("--tokenizer-worker-num 2", "--tokenizer-worker-num"),
     ("--pp-size 2", "--pp-size"),
@@ -78,8 +81,12 @@ FLAGS = [
     ('--cuda-graph-config {"prefill":{"backend":"full"}}', "--cuda-graph-backend-prefill"),
     ("--decode-attention-backend triton", "--decode-attention-backend"),
     ("--attention-backend flex_attention", "--attention-backend"),
-    ("--enable-hierarchical-cache", "--enable-hierarchical-cache"),
-    ("--enable-lora", "--enable-lora"),
+    ("--enable-hierarchical-cache", "have no summaries: remove --enable-hierarchical-cache"),
+    ("--enable-lmcache", "have no summaries: remove --enable-lmcache"),
+    ("--hicache-ratio 3", "--hicache-ratio"),
+    ("--enable-hisparse", "--enable-hisparse"),
+    ("--enable-lora --enable-lora-overlap-loading", "--enable-lora-overlap-loading"),
+    ("--enable-lora --lora-use-virtual-experts", "--lora-use-virtual-experts"),
     ("--dp-size 2", "--dp-size"),
     ("--enable-dp-attention", "--enable-dp-attention"),
     ("--enable-torch-compile", "--enable-torch-compile"),
@@ -113,11 +120,10 @@ def with_config(source: Path, folder: Path, **changes: Any) -> Path:
 
 
 MODELS = [
-    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding-window"),
     ({"attn_logit_softcapping": 50.0}, "soft-capping"),
     ({"head_dim": 80}, "head dim 80"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-    ({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}, "Olmo2ForCausalLM has not been tested"),
+    ({"architectures": ["XverseForCausalLM"]}, "XverseForCausalLM has not been tested"),
     (
         {
             "model_type": "deepseek_v2",
@@ -167,7 +173,7 @@ def test_engine_kwargs_checks_like_the_command_line(prepare: Any, random_llama: 
     arguments = engine_kwargs(model_path=str(random_llama), sparse_decode_gamma=0.9, **device)["server_args"]
     assert (arguments.page_size, arguments.decode_attention_backend) == (64, "sparse_decode")
     assert json.loads(os.environ[ENVIRONMENT_VARIABLE])["gamma"] == 0.9
-    engine_kwargs(model_path=str(random_llama), enable_lora=False, page_size=None, **device)
+    engine_kwargs(model_path=str(random_llama), enable_lmcache=False, page_size=None, **device)
     with pytest.raises(OptionsError, match="gamme"):
         engine_kwargs(model_path=str(random_llama), sparse_decode_gamme=0.9, **device)
     with pytest.raises(OptionsError, match="--enable-mixed-chunk"):
