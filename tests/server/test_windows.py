@@ -34,7 +34,7 @@ def test_gamma_one_equals_dense(start_server: Any, tmp_path: Path) -> None:
     try:
         expected = [dense.generate(prompt, 16)["output_ids"] for prompt in prompts]
         assert len({tuple(answer) for answer in expected}) == len(prompts), "answers that do not depend on the prompt"
-        answers = sparse.generate_many(prompts[:3], 16, at_once=3) + [sparse.generate(prompts[3], 16)]
+        answers = [*sparse.generate_many(prompts[:3], 16, at_once=3), sparse.generate(prompts[3], 16)]
         assert [answer["output_ids"] for answer in answers] == expected
         assert answers[3]["meta_info"]["cached_tokens"] == 448
         info = sparse.idle_info()
