@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from sglang_sparse.calibrate.errors import CalibrationError
-from sglang_sparse.support import HEAD_DIMS, MAX_GROUP_SIZE, TESTED_ARCHITECTURES
+from sglang_sparse.support import HEAD_DIMS, MAX_GROUP_SIZE
 
-ARCHITECTURES = (*TESTED_ARCHITECTURES, "GemmaForCausalLM")
-"""What the harness runs: what the server does, and Gemma, whose attention is alike."""
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"),
+)
+"""What the harness runs. The server knows more: the harness replaces transformers' attention, not SGLang's."""
 
 _names = itertools.count()
 
