@@ -150,7 +150,30 @@ class SparseDecodeBackend(AttentionBackend):
         if self.window_backend is not None:
             self.window_backend.on_after_cuda_graph_warmup()
 
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """A batch that runs without a graph: SGLang's backends may prepare it in another way than those of graphs."""
+        if self.window_backend is None:
+            super().init_forward_metadata(forward_batch)
+            return
+        self._load(forward_batch, in_capture=False)
+        self.window_backend.init_forward_metadata(forward_batch)
+        self._count(forward_batch)
+
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        self._load(forward_batch, in_capture)
+        if self.window_backend is not None:
+            self.window_backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if self.window_backend is not None:
+            self.window_backend.init_forward_metadata_in_graph(forward_batch)
+        self._count(forward_batch)
+
+    def _count(self, forward_batch: ForwardBatch) -> None:
+        self.step.counters.count_step(self.step.buffers.seq_lens[: forward_batch.batch_size])
+
+    def _load(self, forward_batch: ForwardBatch, in_capture: bool) -> None:
+        """Tells the step of a batch."""
         if self._prefill_backend is None:
             raise RuntimeError("sparse decode is not attached to the prefill backend: page summaries would be missing")
         if self.windows and self.window_backend is None:
@@ -168,12 +191,6 @@ class SparseDecodeBackend(AttentionBackend):
             # SGLang's backends want a token in padded rows; the rows of a capture are all of that kind.
             real = 0 if in_capture else sglang_compat.real_requests(forward_batch)
             self.step.buffers.empty_rows(real, batch)
-            self.window_backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if self.window_backend is not None:
-            self.window_backend.init_forward_metadata_in_graph(forward_batch)
-        self.step.counters.count_step(self.step.buffers.seq_lens[: forward_batch.batch_size])
 
     def forward_decode(
         self,

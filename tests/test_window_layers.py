@@ -47,6 +47,9 @@ class WindowBackend:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.calls.append(("state", max_bs, max_num_tokens))
 
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.calls.append(("eager",))
+
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         self.calls.append(("out", in_capture))
 
@@ -100,6 +103,15 @@ def test_sglangs_backend_is_told_of_batches_and_serves_the_layers(backend: Spars
         ("in",),
         ("decode", 3, {"save_kv_cache": True, "sinks": 7}),
     ]
+
+
+def test_a_batch_without_a_graph_is_prepared_as_such(backend: SparseDecodeBackend) -> None:
+    windows = WindowBackend()
+    backend.attach_windows(windows)
+    backend.init_forward_metadata(batch())
+    assert windows.calls == [("eager",)]
+    assert backend.step.buffers.seq_lens.tolist() == [40, 70, 33, 1]
+    assert backend.step.counters.read().requests == 4
 
 
 def test_rows_of_a_capture_are_all_padding(backend: SparseDecodeBackend) -> None:
