@@ -27,6 +27,8 @@ BACKEND_NAME = "sparse_decode"
 TESTED_RELEASES = ("0.5.17", "0.5.20", "0.5.23")
 OWN_POOL_RELEASES = ("0.5.17",)
 """With a KV pool of our own: offload and split keys."""
+MODEL_RELEASES = ("0.5.17",)
+"""With all architectures and with LoRA; the others have been tested with a few architectures."""
 
 POINTS_MODULE = "sglang.srt.sparse_decode_points"
 """An SGLang that is patched for sparse decode (patches/) has this module, and imports it."""
@@ -42,6 +44,13 @@ def is_patched() -> bool:
         return False
     # pip does not know the module: it stays where another release was installed over a patched one.
     return arguments is not None and POINTS_MODULE in Path(arguments.origin or "").read_text(encoding="utf-8")
+
+
+def has_tested_models() -> bool:
+    """Whether all architectures count as tested on the installed SGLang: not so on releases where a few were."""
+    release = importlib.metadata.version("sglang").split("+")[0]
+    # Those that are not tested at all have been allowed by a flag.
+    return release in MODEL_RELEASES or release not in TESTED_RELEASES
 
 
 def decodes_nothing() -> bool:

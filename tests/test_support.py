@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,13 @@ def model_config(architecture: str, **changes: Any) -> Any:
     return SimpleNamespace(**values | changes)
 
 
+@pytest.fixture
+def release_0_5_17(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.17")
+
+
 @pytest.mark.parametrize("architecture", support.TESTED_ARCHITECTURES)
+@pytest.mark.usefixtures("release_0_5_17")
 def test_tested_architectures_are_accepted(architecture: str) -> None:
     support.check_model(model_config(architecture))
     # SGLang decides by layer where a window acts; many configs name one that it leaves alone.
@@ -104,3 +111,15 @@ def test_tested_architectures_are_accepted(architecture: str) -> None:
 def test_models_that_are_not_supported(architecture: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
         support.check_model(model_config(architecture, **changes))
+
+
+def test_other_releases_have_been_tested_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.23")
+    support.check_model(model_config("Qwen3ForCausalLM"))
+    with pytest.raises(UnsupportedError, match=r"MixtralForCausalLM has not been tested .*Qwen3ForCausalLM\)"):
+        support.check_model(model_config("MixtralForCausalLM"))
+    with pytest.raises(UnsupportedError, match=r"LoRA adapters have not been .* 0\.5\.17, or remove --lora-paths"):
+        support.check_arguments({"lora_paths": ["tuned=folder"]})
+    # A release that the user has allowed by a flag counts as one with all.
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.99")
+    support.check_model(model_config("MixtralForCausalLM"))

@@ -65,7 +65,7 @@ def requests(prompts: list[list[int]], adapter: str | None) -> list[Any]:
 
 def generate(runner: Any, prompts: list[list[int]], tokens: int, adapter: str | None) -> dict[str, Any]:
     """Greedy tokens of all prompts as one batch, and the smallest gap between the two best logits."""
-    adapters = {ref.lora_name: ref.lora_id for ref in runner.torch_runner.server_args.lora_paths or []}
+    adapters = {path.lora_name: path.lora_id for path in runner.torch_runner.server_args.lora_paths or []}
     chosen, logits, batch = runner.extend(requests(prompts, adapters[adapter] if adapter else None))
     columns, steps = [chosen], [logits]
     for _ in range(tokens - 1):

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.server
+from sglang_sparse import sglang_compat
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not sglang_compat.has_tested_models(), reason="refused on this SGLang release"),
+]
 
 FULL_LAYERS = [1, 2]
 SPARSE = ("--sparse-decode", "--sparse-decode-gamma", "1", "--sparse-decode-min-context", "64")
