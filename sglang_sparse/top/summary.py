@@ -46,7 +46,8 @@ def _shares(block: dict[str, Any]) -> dict[str, Any]:
         "steps": block["steps"],
         "kept_fraction": block["kept_fraction"],
         "bytes_read_fraction": block["bytes_read_fraction"],
-        "kept_fraction_by_layer": [sum(layer) / len(layer) for layer in heads],
+        # None for layers with a sliding window, which are SGLang's.
+        "kept_fraction_by_layer": [sum(layer) / len(layer) if layer else None for layer in heads],
         "offload": offload_counts(block),
     }
 
@@ -78,12 +79,15 @@ def _interval(now: Totals, before: Totals) -> dict[str, Any]:
     }
 
 
-def _difference_of_shares(new: list[Any], new_weight: int, old: list[Any], old_weight: int) -> list[float]:
-    """Weighted shares of what was added; empty if nothing was."""
+def _difference_of_shares(new: list[Any], new_weight: int, old: list[Any], old_weight: int) -> list[float | None]:
+    """Weighted shares of what was added, None where the new one is; empty if nothing was."""
     if new_weight <= old_weight:
         return []
     old = old if old_weight else [0.0] * len(new)
-    return [(a * new_weight - b * old_weight) / (new_weight - old_weight) for a, b in zip(new, old, strict=True)]
+    return [
+        None if a is None else (a * new_weight - b * old_weight) / (new_weight - old_weight)
+        for a, b in zip(new, old, strict=True)
+    ]
 
 
 def _time_shares(phases: dict[str, float] | None) -> dict[str, float] | None:

@@ -80,14 +80,14 @@ def _asked(options: dict[str, Any]) -> str:
 
 def _layers(summary: dict[str, Any], shown: dict[str, Any]) -> RenderableType:
     """Kept blocks of each layer as bars, with the audited coverage beside them."""
-    kept = shown["kept_fraction_by_layer"]
+    kept = [(layer, part) for layer, part in enumerate(shown["kept_fraction_by_layer"]) if part is not None]
     coverage = (summary["coverage"] or {}).get("by_layer", {})
     tables = []
     for start in range(0, len(kept), LAYERS_A_COLUMN):
         table = Table(box=None, padding=(0, 1), header_style="dim")
         for title, justify in (("layer", "right"), ("kept", "left"), ("", "right"), ("coverage", "right")):
             table.add_column(title, justify=justify)  # type: ignore[arg-type]
-        for layer, part in enumerate(kept[start : start + LAYERS_A_COLUMN], start):
+        for layer, part in kept[start : start + LAYERS_A_COLUMN]:
             bar = Bar(1.0, 0.0, min(part, 1.0), width=BAR_WIDTH, color="cyan", bgcolor="grey23")
             reached = coverage.get(str(layer))
             table.add_row(str(layer), bar, share(part), _reached(reached, summary["options"], layer))

@@ -91,6 +91,20 @@ def drawn(summary: dict[str, Any]) -> str:
     return console.export_text()
 
 
+def test_layers_with_a_sliding_window_are_left_out(capsys: Capture) -> None:
+    before, after = block(100, [[], [0.5, 0.5], []]), block(400, [[], [0.275, 0.275], []])
+    found = once(capsys, before, after)
+    assert found["interval"]["kept_fraction_by_layer"] == [None, pytest.approx(0.2), None]
+    assert found["interval"]["kept_fraction"] == pytest.approx(0.2)
+    assert once(capsys, block(0, []), after)["interval"]["kept_fraction_by_layer"] == [None, 0.275, None]
+    console = Console(width=100, color_system=None, record=True, file=None)
+    with console.capture() as capture:
+        console.print(screen("http://host", found))
+    rows = [line.split() for line in capture.get().splitlines() if line.split() and line.split()[0].isdigit()]
+    assert [row[0] for row in rows] == ["1"]
+    assert "20.0%" in rows[0]
+
+
 def test_the_first_steps_of_a_server(capsys: Capture) -> None:
     found = once(capsys, block(0, []), AFTER)
     assert found["interval"]["kept_fraction_by_layer"] == pytest.approx([0.275, 0.875])
