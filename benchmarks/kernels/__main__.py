@@ -22,6 +22,7 @@ OPERATIONS = (
     "block_mass_thumbnail",
     "block_mass_statistics",
     "block_mass_exact",
+    "block_score_strided",
     "coverage_rule",
     "top_k_rule",
     "top_delta_rule",

@@ -8,6 +8,7 @@ from .block_gather import block_gather, block_gather_reference
 from .block_mass_exact import block_mass_exact, block_mass_exact_reference
 from .block_mass_statistics import block_mass_statistics, block_mass_statistics_reference
 from .block_mass_thumbnail import block_mass_thumbnail, block_mass_thumbnail_reference
+from .block_score_strided import block_score_strided, block_score_strided_reference
 from .block_statistics import STATISTICS_OF_KIND, block_statistics, block_statistics_reference
 from .block_store import block_store, block_store_reference
 from .block_unpack import block_unpack, block_unpack_reference
@@ -56,6 +57,8 @@ __all__ = [
     "block_mass_statistics_reference",
     "block_mass_thumbnail",
     "block_mass_thumbnail_reference",
+    "block_score_strided",
+    "block_score_strided_reference",
     "block_statistics",
     "block_statistics_reference",
     "block_store",

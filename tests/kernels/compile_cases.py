@@ -47,6 +47,12 @@ def block_mass_thumbnail(s: Sizes, bits: int, maxima: bool) -> None:
     )
 
 
+def block_score_strided(s: Sizes) -> None:
+    means = torch.zeros(s.pool_pages, s.kv_heads, s.page_size // 16, 1, s.head_dim, dtype=s.dtype)
+    inputs = (s.queries(), means, s.page_table(), s.seq_lens())
+    sk.block_score_strided(*inputs, **s.mass_sizes, out=s.masses())
+
+
 def fused_top_delta(s: Sizes, bits: int, tail: bool, more: bool) -> None:
     workspace = sk.FusedWorkspace.create(
         s.kv_heads, s.group_size, s.head_dim, s.dtype, **s.plain, device="cpu", cells=s.cells
@@ -260,6 +266,8 @@ CASES = [
     case(block_mass_exact, "small", SMALL, False),
     case(block_mass_statistics, "mean", SMALL, "mean"),
     *(case(block_mass_statistics, kind, LLAMA, kind) for kind in ("mean-variance", "minmax")),
+    case(block_score_strided, "", replace(LLAMA, group_size=1, block_size=64)),
+    case(block_score_strided, "dim-96", PHI),
     case(sparse_attention, "all-blocks-small", SMALL, lists=False),
     case(sparse_attention, "lists", LLAMA, lists=True, lse=True),
     case(sparse_attention, "tail-group-7", QWEN, lists=True, tail=True, lse=True),
