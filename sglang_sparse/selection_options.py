@@ -25,21 +25,21 @@ def check_selection(options: SparseDecodeOptions) -> None:
 
 
 def _check_strided_mean(options: SparseDecodeOptions) -> None:
-    name = f"{flag('estimator')} {STRIDED_MEAN}"
+    name = flag("estimator")
     if options.rule not in ("top-k", "all"):
         raise OptionsError(
-            f"{name} ranks blocks and estimates no mass, which {flag('rule')} {options.rule} needs: "
+            f"{name} strided-mean ranks blocks and estimates no mass, which {flag('rule')} {options.rule} needs: "
             f"use {flag('rule')} top-k, or another estimator"
         )
     if options.block_size not in STRIDED_BLOCK_SIZES:
         raise OptionsError(
-            f"{name} does not go with {flag('block_size')} {options.block_size}: "
+            f"{name} strided-mean does not go with {flag('block_size')} {options.block_size}: "
             f"use one of {', '.join(map(str, STRIDED_BLOCK_SIZES))}"
         )
 
 
 def _check_forecast(options: SparseDecodeOptions) -> None:
-    name = f"{flag('select_by')} {FORECAST}"
+    name = flag("select_by")
     for wrong, what, instead in (
         (
             options.rule not in ("top-k", "coverage"),
@@ -59,4 +59,4 @@ def _check_forecast(options: SparseDecodeOptions) -> None:
         (options.forecast == "none", f"{flag('forecast')} none", f"name a forecast, or use {flag('select_by')} query"),
     ):
         if wrong:
-            raise OptionsError(f"{name} does not go with {what}: {instead}")
+            raise OptionsError(f"{name} forecast does not go with {what}: {instead}")
