@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sparse_kernels import AttentionWorkspace
+from sparse_kernels import AttentionWorkspace, ExpectedWorkspace
 
 from sglang_sparse.fused import FusedPass
 from sglang_sparse.geometry import Geometry
@@ -46,12 +46,13 @@ def audit_bytes(geometry: Geometry, max_pages: int) -> int:
 
 
 def forecast_bytes(geometry: Geometry, max_pages: int, max_requests: int) -> int:
-    """Bytes that prefetching by forecasts needs at most, beside trained weights and the inputs of a step: masses and
-    what becomes of them, lists and counts."""
+    """Bytes that prefetching by forecasts needs at most, beside trained weights and the inputs of a step: masses,
+    workspace, lists and counts."""
     blocks = max_pages * geometry.blocks_per_page
     turn = requests_per_turn(geometry, max_pages, max_requests, False)
-    masses = turn * geometry.kv_heads * blocks * (2 * geometry.group_size * 4 + 40)
-    return masses + max_requests * geometry.kv_heads * (blocks + 2) * 4
+    masses = turn * geometry.kv_heads * blocks * geometry.group_size * 4
+    workspace = ExpectedWorkspace.bytes(turn, geometry.kv_heads, blocks)
+    return masses + workspace + max_requests * geometry.kv_heads * (blocks + 1) * 4
 
 
 class SparsePoolConfigurator:

@@ -45,6 +45,7 @@ ON_REQUEST = (
     "block_gather",
     "block_unpack",
     "block_store",
+    "expected_blocks",
     "gather_overlap",
     "split_attention",
     "split_quantise",

@@ -14,6 +14,7 @@ from .block_store import block_store, block_store_reference
 from .block_unpack import block_unpack, block_unpack_reference
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
+from .expected_blocks import ExpectedWorkspace, expected_blocks, expected_blocks_reference
 from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_reference
 from .host_block import pack_blocks, unpack_blocks
 from .page_summary import page_summary, page_summary_reference
@@ -42,6 +43,7 @@ __all__ = [
     "STATISTICS_OF_KIND",
     "AttentionTail",
     "AttentionWorkspace",
+    "ExpectedWorkspace",
     "FetchList",
     "FusedWorkspace",
     "SelectionTap",
@@ -69,6 +71,8 @@ __all__ = [
     "combine_reference",
     "coverage_rule",
     "coverage_rule_reference",
+    "expected_blocks",
+    "expected_blocks_reference",
     "fused_top_delta",
     "fused_top_delta_reference",
     "pack_blocks",

@@ -257,5 +257,5 @@ def test_weights_and_buffers_are_reserved(tmp_path: Path) -> None:
 def test_buffers_are_those_that_are_reserved() -> None:
     pair = Ahead(Noise(GEOMETRY.group_size), 30)
     made = pair.lookahead
-    own = sum(t.nbytes for t in (made._log_mass, made._lists, made._counts))
+    own = sum(t.nbytes for t in (made._log_mass, made._lists, made._counts, *vars(made._expected).values()))
     assert own <= memory.forecast_bytes(GEOMETRY, pair.table.shape[1] // GEOMETRY.page_size, len(LENGTHS) + 1)

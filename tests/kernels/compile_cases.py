@@ -53,6 +53,13 @@ def block_score_strided(s: Sizes) -> None:
     sk.block_score_strided(*inputs, **s.mass_sizes, out=s.masses())
 
 
+def expected_blocks(s: Sizes) -> None:
+    inputs = (s.masses(), s.page_table(), s.seq_lens(), s.maps().slot_map)
+    workspace = sk.ExpectedWorkspace.create(s.batch, s.kv_heads, s.capacity, "cpu")
+    lists = {"block_lists": s.lists(), "block_counts": s.counts()}
+    sk.expected_blocks(*inputs, budget=64, **s.plain, min_context=MIN_CONTEXT, workspace=workspace, **lists)
+
+
 def fused_top_delta(s: Sizes, bits: int, tail: bool, more: bool) -> None:
     workspace = sk.FusedWorkspace.create(
         s.kv_heads, s.group_size, s.head_dim, s.dtype, **s.plain, device="cpu", cells=s.cells
@@ -268,6 +275,9 @@ CASES = [
     *(case(block_mass_statistics, kind, LLAMA, kind) for kind in ("mean-variance", "minmax")),
     case(block_score_strided, "", replace(LLAMA, group_size=1, block_size=64)),
     case(block_score_strided, "dim-96", PHI),
+    case(expected_blocks, "", LLAMA),
+    case(expected_blocks, "group-7", QWEN),
+    case(expected_blocks, "small", SMALL),
     case(sparse_attention, "all-blocks-small", SMALL, lists=False),
     case(sparse_attention, "lists", LLAMA, lists=True, lse=True),
     case(sparse_attention, "tail-group-7", QWEN, lists=True, tail=True, lse=True),
