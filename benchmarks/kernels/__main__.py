@@ -46,6 +46,7 @@ ON_REQUEST = (
     "block_unpack",
     "block_store",
     "expected_blocks",
+    "rotated_heads",
     "gather_overlap",
     "split_attention",
     "split_quantise",

@@ -21,6 +21,7 @@ from .page_summary import page_summary, page_summary_reference
 from .page_table import snapshot_page_table, snapshot_page_table_reference
 from .pseudo_maximum import pseudo_maximum, pseudo_maximum_reference
 from .request_totals import request_totals, request_totals_reference
+from .rotated_heads import rotated_heads, rotated_heads_reference
 from .selection_tap import SelectionTap, TapPoint
 from .slot_assign import slot_assign, slot_assign_reference
 from .slot_attention import SlotSources, slot_attention, slot_attention_reference
@@ -82,6 +83,8 @@ __all__ = [
     "pseudo_maximum_reference",
     "request_totals",
     "request_totals_reference",
+    "rotated_heads",
+    "rotated_heads_reference",
     "slot_assign",
     "slot_assign_reference",
     "slot_attention",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from sparse_kernels import rotated_heads
 
 from .model_parts import ModelParts
 from .projection import Projection
@@ -25,9 +26,20 @@ class ProjectedForecast:
         return layer in self.projections
 
     def vectors(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        rotary = self._parts.layers[layer].rotary
+        rotary, projection = self._parts.layers[layer].rotary, self.projections[layer]
         assert rotary is not None
-        return rotary(self.projections[layer](x).unflatten(1, (self._parts.kv_heads, self.per_head)), positions)
+        y = projection.before_norm(x)
+        out = torch.empty(y.shape, dtype=torch.float32, device=y.device)
+        rotated_heads(
+            y,
+            rotary.cos_sin,
+            positions,
+            interleaved=rotary.interleaved,
+            head_norm=projection.head_norm,
+            eps=projection.head_norm_eps,
+            out=out,
+        )
+        return out.unflatten(1, (self._parts.kv_heads, self.per_head))
 
 
 def next_query(parts: ModelParts, layer: int) -> Projection:

@@ -60,6 +60,13 @@ def expected_blocks(s: Sizes) -> None:
     sk.expected_blocks(*inputs, budget=64, **s.plain, min_context=MIN_CONTEXT, workspace=workspace, **lists)
 
 
+def rotated_heads(s: Sizes, interleaved: bool, normed: bool, angles: int) -> None:
+    rng = {"positions": torch.zeros(s.batch, dtype=torch.int64), "cos_sin": torch.zeros(64, 2, angles)}
+    norm = torch.zeros(s.head_dim) if normed else None
+    out = s.queries().float()
+    sk.rotated_heads(s.queries(), **rng, interleaved=interleaved, head_norm=norm, eps=1e-5, out=out)
+
+
 def fused_top_delta(s: Sizes, bits: int, tail: bool, more: bool) -> None:
     workspace = sk.FusedWorkspace.create(
         s.kv_heads, s.group_size, s.head_dim, s.dtype, **s.plain, device="cpu", cells=s.cells
@@ -278,6 +285,9 @@ CASES = [
     case(expected_blocks, "", LLAMA),
     case(expected_blocks, "group-7", QWEN),
     case(expected_blocks, "small", SMALL),
+    case(rotated_heads, "", LLAMA, False, False, 64),
+    case(rotated_heads, "normed-dim-96", PHI, False, True, 48),
+    case(rotated_heads, "interleaved-part", SMALL, True, False, 16),
     case(sparse_attention, "all-blocks-small", SMALL, lists=False),
     case(sparse_attention, "lists", LLAMA, lists=True, lse=True),
     case(sparse_attention, "tail-group-7", QWEN, lists=True, tail=True, lse=True),
