@@ -1,14 +1,18 @@
 import pytest
 import torch
 from factories import DTYPES, PagedCase, make_paged_case, poisoned
-from mass_cases import common_arguments, mass_output, over_dtypes, over_impls, tolerance
+from mass_cases import common_arguments, mass_output, over_impls, tolerance
 from sparse_kernels import block_score_strided, block_statistics
 
 STRIDE, WINDOW = 16, 32
 
+HALF, OTHER = DTYPES
 over_shapes = pytest.mark.parametrize(
-    ("page_size", "block_size", "head_dim", "group_size"),
-    [(16, 16, 64, 1), (32, 16, 96, 3), (64, 64, 128, 1), (64, 32, 96, 7), (128, 64, 256, 4)],
+    ("page_size", "block_size", "head_dim", "group_size", "dtype"),
+    [
+        *((16, 16, 64, 1, HALF), (32, 16, 96, 3, OTHER), (64, 64, 128, 1, HALF), (64, 32, 96, 7, OTHER)),
+        (128, 64, 256, 4, HALF),
+    ],
 )
 
 
@@ -56,7 +60,6 @@ def expected_scores(case: PagedCase, min_context: int = 0) -> torch.Tensor:
 
 @over_impls
 @over_shapes
-@over_dtypes
 def test_scores(impl, page_size, block_size, head_dim, group_size, dtype):
     case = ragged_case(page_size, block_size, head_dim, group_size, dtype)
     # Means are rounded to the pool's dtype.
