@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Workers of `-n auto`: a GPU has no memory for several servers, and many servers on few cores run into timeouts."""
+    """Workers of `-n auto`: a GPU has no memory for several servers, and many servers on few cores time out."""
     return 0 if torch.cuda.is_available() else min(2, len(os.sched_getaffinity(0)))
 
 
