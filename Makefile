@@ -14,6 +14,8 @@ MODEL ?=
 # More flags for sglang.launch_server.
 EXTRA_ARGS ?=
 PYTEST_ARGS ?=
+# Test files that run side by side; auto: two at most, and one on a host with a GPU.
+WORKERS ?= auto
 # For test-all-sglang: some of its releases, such as 0.5.23; by default all.
 RELEASES ?=
 
@@ -35,10 +37,10 @@ serve:
 	@$(PREPARE); exec $(RUN) scripts/serve.py --port "$(PORT)" --model "$(MODEL)" -- $(EXTRA_ARGS)
 
 test:
-	@$(PREPARE); exec $(RUN) -m pytest $(PYTEST_ARGS)
+	@$(PREPARE); exec $(RUN) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-all-sglang:
-	@$(PREPARE); exec $(RUN) scripts/test_all_sglang.py $(addprefix --release=,$(RELEASES)) -- $(PYTEST_ARGS)
+	@$(PREPARE); exec $(RUN) scripts/test_all_sglang.py $(addprefix --release=,$(RELEASES)) -- -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint:
 	@$(PREPARE); $(RUN) -m ruff check .; $(RUN) -m ruff format --check .; $(RUN) -m mypy

@@ -36,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Workers of `-n auto`: a GPU has no memory for several servers, and many servers on few cores time out."""
+    return 0 if torch.cuda.is_available() else min(2, len(os.sched_getaffinity(0)))
+
+
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of the loopback address that nothing listens on just now."""
