@@ -14,13 +14,10 @@ from .protocol import Forecast
 
 
 class ForecastChooser:
-    """What stands for queries where blocks are chosen: one vector for all query heads of a KV head, as SparDA has it.
-
-    It is the mean of their forecasts; heads that were trained with several vectors keep them, each for as many query
-    heads.
+    """What stands for queries where blocks are chosen.
 
     Args:
-        trained: whether the forecast's vectors were trained, and are taken as they are.
+        forecast: with one vector for all query heads of a KV head, as SparDA has it, or several for as many heads each.
         max_requests: largest batch.
         hidden: width of the inputs.
         dtype: of the inputs.
@@ -31,7 +28,6 @@ class ForecastChooser:
         forecast: Forecast,
         geometry: Geometry,
         *,
-        trained: bool,
         max_requests: int,
         hidden: int,
         dtype: torch.dtype,
@@ -39,7 +35,6 @@ class ForecastChooser:
     ) -> None:
         self.forecast = forecast
         self._geometry = geometry
-        self._trained = trained
         # Of two layers: the input of one is written before that of the last has been read.
         self._inputs = torch.zeros((2, max_requests, hidden), dtype=dtype, device=device)
         self._batch = 0
@@ -77,7 +72,7 @@ class ForecastChooser:
                 f"the input of layer {before} was not noted: nothing chooses the blocks of layer {layer}"
             )
         vectors = self.forecast.vectors(layer, self._inputs[before % 2, turn], (seq_lens - 1).long())
-        return self._for_each_head(vectors if self._trained else vectors.mean(2, keepdim=True)).to(q.dtype)
+        return self._for_each_head(vectors).to(q.dtype)
 
     def _for_each_head(self, vectors: torch.Tensor) -> torch.Tensor:
         """`[b, Hkv, R, D]` to `[b, Hq, D]`: the audit wants a rule to see as many vectors as there are queries."""

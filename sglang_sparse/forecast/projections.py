@@ -9,6 +9,7 @@ from sparse_kernels import rotated_heads
 
 from .model_parts import ModelParts
 from .projection import Projection
+from .protocol import Forecast
 
 
 class ProjectedForecast:
@@ -40,6 +41,26 @@ class ProjectedForecast:
             out=out,
         )
         return out.unflatten(1, (self._parts.kv_heads, self.per_head))
+
+
+class OneVector:
+    """A forecast with the mean of its vectors for each KV head, as SparDA has one; see `Forecast`."""
+
+    per_head = 1
+
+    def __init__(self, forecast: Forecast) -> None:
+        self._forecast = forecast
+        self.name = f"{forecast.name}, one vector a KV head"
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._forecast
+
+    def vectors(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._forecast.vectors(layer, x, positions).mean(2, keepdim=True)
+
+    @property
+    def bytes(self) -> int:
+        return self._forecast.bytes
 
 
 def next_query(parts: ModelParts, layer: int) -> Projection:

@@ -15,6 +15,7 @@ from .choice import NONE, QUERY, make_forecast
 from .chooser import ForecastChooser
 from .lookahead import Lookahead
 from .model_parts import ModelParts, parts_of_sglang
+from .projections import OneVector
 from .protocol import Forecast
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def _forecast(model: Any, options: SparseDecodeOptions) -> tuple[ModelParts, For
     parts = parts_of_sglang(model)
     forecast = make_forecast(options.resolved_forecast, parts, flag("forecast"))
     assert forecast is not None
+    if options.select_by == FORECAST and options.resolved_forecast == QUERY:
+        forecast = OneVector(forecast)
     return parts, forecast
 
 
@@ -87,14 +90,13 @@ def _install_chooser(parts: ModelParts, forecast: Forecast, step: DecodeStep, op
         hidden=parts.hidden_size,
         dtype=parts.layers[0].projection.weight.dtype,
         device=step.buffers.seq_lens.device,
-        trained=options.resolved_forecast != QUERY,
     )
     _note_inputs(parts, step.chooser.note)
     logger.warning(
-        "Sparse decode reads what the forecast %s of the layer before chooses (%s forecast): a baseline after SparDA, "
+        "Sparse decode reads what a forecast of the layer before chooses (%s forecast; %s): a baseline after SparDA, "
         "to compare with. It changes the output.",
-        forecast.name,
         flag("select_by"),
+        forecast.name,
     )
 
 

@@ -16,6 +16,7 @@ from test_decode_step import DEVICE, DTYPE, LAYERS, SCALE, Simulation
 
 from sglang_sparse import memory
 from sglang_sparse.forecast.chooser import ForecastChooser
+from sglang_sparse.forecast.projections import OneVector
 from sglang_sparse.options import SparseDecodeOptions
 
 HIDDEN = 24
@@ -53,15 +54,14 @@ class Linear:
 class Chosen(Simulation):
     """A simulation whose layers are chosen by a forecast of inputs that are known beforehand."""
 
-    def __init__(self, per_head: int, trained: bool, options: SparseDecodeOptions = OPTIONS) -> None:
+    def __init__(self, per_head: int, one_vector: bool, options: SparseDecodeOptions = OPTIONS) -> None:
         super().__init__([1, 31, 250, 330], options, DEVICE)
         g = self.geometry
         self.forecast = Linear(g.kv_heads, per_head, g.head_dim)
-        self.trained = trained
+        self.one_vector = one_vector
         self.step.chooser = ForecastChooser(
-            self.forecast,
+            OneVector(self.forecast) if one_vector else self.forecast,
             g,
-            trained=trained,
             max_requests=len(self.lengths) + 1,
             hidden=HIDDEN,
             dtype=DTYPE,
@@ -99,7 +99,7 @@ class Chosen(Simulation):
         else:
             position = torch.tensor([length - 1], device=DEVICE)
             vectors = self.forecast.vectors(layer, self.x[layer - 1, row : row + 1], position)[0, head]
-            vectors = vectors if self.trained else vectors.mean(0, keepdim=True)
+            vectors = vectors.mean(0, keepdim=True) if self.one_vector else vectors
         keys = self.pools[layer][0][self.req_to_token[row + 1, :closed].long(), head].float()
         scores = torch.full((len(vectors), blocks), float("-inf"))
         for start in range(0, closed - 31, 16):
@@ -115,12 +115,12 @@ class Chosen(Simulation):
         return sorted(forced)
 
 
-@pytest.mark.parametrize(("per_head", "trained"), [(3, False), (1, True), (3, True)])
-def test_the_forecast_chooses_and_true_queries_attend(per_head: int, trained: bool) -> None:
+@pytest.mark.parametrize(("per_head", "one_vector"), [(3, True), (1, False), (3, False)])
+def test_the_forecast_chooses_and_true_queries_attend(per_head: int, one_vector: bool) -> None:
     """From one token on, over the borders of pages, with rows of padding: lists and results of each step."""
-    sim = Chosen(per_head, trained)
+    sim = Chosen(per_head, one_vector)
     chosen_by_itself = 0
-    for number in range(40):
+    for number in range(30):
         rows = [row for row in range(4) if (number + row) % 5]
         sim.load(rows)
         sim.inputs(number)
@@ -141,13 +141,14 @@ def test_the_forecast_chooses_and_true_queries_attend(per_head: int, trained: bo
             found = out[LAYERS - 1, row].double().cpu()
             torch.testing.assert_close(found, sim.expected(LAYERS - 1, row, q), atol=2e-2, rtol=1e-2)
     assert chosen_by_itself > 20
+    assert sim.lengths[3] > 352, "a page was filled"
 
 
 def test_requests_in_turns_get_their_own_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
     outs = []
     for limit in (memory.MAX_STEP_BYTES, 1):
         monkeypatch.setattr(memory, "MAX_STEP_BYTES", limit)
-        sim = Chosen(3, False)
+        sim = Chosen(3, True)
         assert sim.step.buffers.turn == (5 if limit > 1 else 1)
         sim.load([0, 1, 2, 3])
         sim.inputs(0)
@@ -159,7 +160,7 @@ def test_requests_in_turns_get_their_own_forecasts(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("tell", ["nothing", "of prefill", "of another batch", "only the last step"])
 def test_a_layer_whose_forecast_has_no_input_stops(tell: str) -> None:
-    sim = Chosen(1, True)
+    sim = Chosen(1, False)
     sim.load([0, 1, 2, 3])
     chooser = sim.step.chooser
     assert chooser is not None
@@ -185,7 +186,7 @@ def test_a_step_without_a_forecast_stops() -> None:
 
 
 def test_the_audit_sees_true_queries() -> None:
-    sim = Chosen(1, True)
+    sim = Chosen(1, False)
     assert sim.step.tap is not None
     sim.step.tap.arm(1, 2)
     sim.load([0, 1, 2, 3])
@@ -201,7 +202,7 @@ def test_with_all_blocks_a_step_is_dense() -> None:
     options: dict[str, Any] = {"min_context": 0, "audit_rate": 0}
     dense = Simulation([1, 31, 250, 330], SparseDecodeOptions(rule="all", **options), DEVICE)
     chosen = {"estimator": "strided-mean", "rule": "top-k", "top_k": 10**6, "select_by": "forecast"}
-    sim = Chosen(1, True, SparseDecodeOptions(**chosen, **options))
+    sim = Chosen(1, False, SparseDecodeOptions(**chosen, **options))
     for each in (dense, sim):
         each.load([0, 1, 2, 3])
     q = sim.queries(0)
@@ -213,7 +214,7 @@ def test_with_all_blocks_a_step_is_dense() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_step_replays_with_other_requests() -> None:
-    sim, eager = Chosen(3, False), Chosen(3, False)
+    sim, eager = Chosen(3, True), Chosen(3, True)
     q = torch.zeros_like(sim.queries(0))
     out = torch.zeros_like(q)
     sim.load([])

@@ -62,7 +62,7 @@ def test_a_forecast_chooses_what_is_read(start_server: Any, model: Path) -> None
     assert info["self_check"]["stale_pages"] == 0
     assert info["audit"]["samples"] > 0
     log = server.log.read_text()
-    assert "what the forecast query of the layer before chooses" in log
+    assert "reads what a forecast of the layer before chooses (--sparse-decode-select-by forecast; query, one v" in log
     assert "It changes the output." in log
     server.post("/sparse_decode", {"enabled": False}).raise_for_status()
     everything = answers()
