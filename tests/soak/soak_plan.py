@@ -7,8 +7,8 @@ import random
 from typing import Any, Literal
 
 PAGE_SIZE = 32
-POOL_TOKENS = 2048
-"""The server's KV pool: about two of the longest requests."""
+POOL_TOKENS = 1536
+"""The server's KV pool: little more than one of the longest requests, which have 1160 tokens."""
 CONTEXT = 4096
 VOCABULARY = 256
 _GAMMAS = (0.3, 0.6, 0.9, 0.97, 1.0)
@@ -134,13 +134,12 @@ def _request(draw: random.Random, number: int, families: list[tuple[int, ...]], 
 
 def _refused(draw: random.Random, number: int) -> Request:
     """A request that is answered with HTTP 400: too long for the context or the pool, or wrong settings."""
-    stream = draw.random() < 0.3
     if draw.random() < 0.6:
         length = draw.choice((POOL_TOKENS + 1, CONTEXT + 1, CONTEXT + draw.randrange(2, 500)))
-        # A stream answers HTTP 200 before SGLang looks at the length.
+        # No stream: that answers HTTP 200 before SGLang looks at the length.
         return Request(number, _ids(draw, length), 1, -number - 1, ending="refused")
     wrong = draw.choice(({"gamma": 1.5}, {"gamma": "0.9"}, {"dense": 1}, {"delta": 3}, {"unknown": 1}, [1]))
-    return Request(number, _ids(draw, 40), 4, -number - 1, custom=wrong, stream=stream, ending="refused")
+    return Request(number, _ids(draw, 40), 4, -number - 1, custom=wrong, stream=draw.random() < 0.3, ending="refused")
 
 
 def _prompt(draw: random.Random, number: int, families: list[tuple[int, ...]]) -> tuple[tuple[int, ...], int]:
@@ -156,7 +155,7 @@ def _prompt(draw: random.Random, number: int, families: list[tuple[int, ...]]) -
 
 
 def _tokens(draw: random.Random) -> int:
-    return draw.choices((1, draw.randrange(2, 16), draw.randrange(16, 64), draw.randrange(64, 260)), (2, 5, 4, 2))[0]
+    return draw.choices((1, draw.randrange(2, 16), draw.randrange(16, 64), draw.randrange(64, 260)), (2, 4, 4, 4))[0]
 
 
 def _ids(draw: random.Random, length: int) -> tuple[int, ...]:

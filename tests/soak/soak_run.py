@@ -1,6 +1,6 @@
 """Soaks one server: rounds of mixed requests in a KV pool that is too small, and checks of the quiet server after each.
 
-    python tests/soak/soak.py --requests 10000 --minutes 60 --mode resident --json soak.json
+    python tests/soak/soak_run.py --requests 10000 --minutes 60 --mode resident --json soak.json
 
 A failure prints the seed and the round, which `--seed` and `--first-round` replay: what is asked is then the same, when
 it is asked is not, to the millisecond.
@@ -76,8 +76,8 @@ class Soak:
         self.report = Report(mode, seed)
         self._round = 0
 
-    def run_round(self, number: int, size: int) -> None:
-        """One round and its checks. A failure is noted in the report."""
+    def run_round(self, number: int, size: int) -> list[Outcome]:
+        """One round and its checks; returns what was asked and answered. A failure is noted in the report."""
         self._round = number
         before = soak_server.Counts.read(self.server)
         outcomes = self._serve(number, size)
@@ -93,6 +93,7 @@ class Soak:
         self.report.memory_mib.append(round(soak_server.memory(self.server), 1))
         self._note(soak_server.complaints(self.server)[:3])
         self.report.rounds += 1
+        return outcomes
 
     def finish(self) -> Report:
         """The report, with what only the whole soak shows."""
