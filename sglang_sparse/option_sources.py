@@ -40,10 +40,12 @@ def read_config(path: str) -> dict[str, Any]:
     """The content of a `--sparse-decode-config` file, a JSON object; raises OptionsError if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
-            return parse_json(file.read(), f"{flag('config')} {path}")
-    except (OSError, UnicodeDecodeError) as error:
+            text = file.read()
+    # Neither a name with a null byte nor a content that is not UTF-8 is an OSError.
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OptionsError(f"{flag('config')} {path}: cannot be read ({reason})") from None
+        raise OptionsError(f"{flag('config')} {path!r}: cannot be read ({reason})") from None
+    return parse_json(text, f"{flag('config')} {path}")
 
 
 def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = lambda: None) -> None:

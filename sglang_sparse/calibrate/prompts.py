@@ -46,7 +46,7 @@ def read_prompts(path: Path, tokenizer: Any, *, context: int, tokens: int) -> li
         where = f"--prompts {path}, line {number}"
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise CalibrationError(f"{where}: not valid JSON ({error})") from None
         prompts.append(_prompt(entry, where, tokenizer, context, tokens))
     if not prompts:

@@ -36,7 +36,7 @@ def read_json(flag: str, path: Path, kinds: Iterable[str], fields: Iterable[str]
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except OSError as error:
         raise EvaluationError(f"{flag}: {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
+    except (ValueError, RecursionError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
         what = "is empty" if not data else f"is damaged or no JSON ({error})"
         raise EvaluationError(f"{flag}: {path} {what}: make it anew") from error
     if not isinstance(content, dict) or content.get("kind") not in kinds:

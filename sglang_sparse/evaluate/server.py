@@ -85,7 +85,7 @@ def get(url: str, path: str, optional: bool = False) -> Any:
         if optional:
             return None
         raise EvaluationError(f"--base-url: {url}{path} answers {error.code} {error.reason}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if optional:
             return None
         raise EvaluationError(f"--base-url: {url}{path} does not answer with JSON") from error

@@ -59,7 +59,7 @@ def read_heads(path: Path, parts: ModelParts, flag: str) -> Heads:
         with safe_open(path, framework="pt", device="cpu") as file:
             about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ForecastError(
             f"{where}: not a safetensors file of heads ({' '.join(str(error).split())[:120]})"
         ) from None

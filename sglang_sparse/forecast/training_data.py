@@ -37,7 +37,7 @@ def read_texts(path: Path) -> list[str]:
 def _text(line: str, where: str) -> str:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ForecastError(f"{where}: not valid JSON ({error})") from None
     if isinstance(entry, dict) and isinstance(entry.get("text"), str):
         return entry["text"]

@@ -67,7 +67,7 @@ class Server:
             info = json.loads(text or "")
             states = info["internal_states"]
             state = states[0]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise TopError(f"{self.url}/server_info is not what an SGLang server answers: check --url") from None
         block = state.get("sparse_decode") if isinstance(state, dict) else None
         if not isinstance(block, dict):

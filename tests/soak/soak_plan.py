@@ -82,15 +82,19 @@ class Event:
 
 
 def plan(seed: int, round_number: int, requests: int) -> list[Request | Event]:
-    """The steps of one round, in the order in which they begin."""
+    """The steps of one round, in the order in which they begin.
+
+    Every other round has short prompts and long answers, which grow out of the pool together and are retracted.
+    """
     draw = random.Random(f"{seed}/{round_number}")
+    grows = round_number % 2 == 1
     families = [_ids(draw, 700) for _ in range(4)]
     steps: list[Request | Event] = []
     made: list[Request] = []
     for number in range(requests):
         if draw.random() < 0.08:
             steps.append(_event(draw))
-        made.append(_request(draw, number, families, made))
+        made.append(_request(draw, number, families, made, grows))
         steps.append(made[-1])
     return steps
 
@@ -105,17 +109,19 @@ def _event(draw: random.Random) -> Event:
     return Event(kind)
 
 
-def _request(draw: random.Random, number: int, families: list[tuple[int, ...]], made: list[Request]) -> Request:
+def _request(
+    draw: random.Random, number: int, families: list[tuple[int, ...]], made: list[Request], grows: bool
+) -> Request:
     custom = draw.choices((None, {"gamma": draw.choice(_GAMMAS)}, {"dense": True}), (5, 3, 1))[0]
     kind = draw.choices(("plain", "abort", "disconnect", "refused", "several", "sampled"), (60, 12, 8, 4, 5, 5))[0]
     if kind == "refused":
         return _refused(draw, number)
-    ids, family = _prompt(draw, number, families)
+    ids, family = _prompt(draw, number, families, 250 if grows else 900)
     twin = draw.random() < 0.05 and bool(made)
     if twin:
         original = draw.choice(made)
         ids, family = original.ids[:900], original.family
-    asked = Request(number, ids, _tokens(draw), family, is_twin=twin, custom=custom, stream=draw.random() < 0.7)
+    asked = Request(number, ids, _tokens(draw, grows), family, is_twin=twin, custom=custom, stream=draw.random() < 0.7)
     if kind == "several":
         route = draw.choice(("/generate", "/v1/completions"))
         stream = asked.stream and route == "/v1/completions"
@@ -142,20 +148,26 @@ def _refused(draw: random.Random, number: int) -> Request:
     return Request(number, _ids(draw, 40), 4, -number - 1, custom=wrong, stream=draw.random() < 0.3, ending="refused")
 
 
-def _prompt(draw: random.Random, number: int, families: list[tuple[int, ...]]) -> tuple[tuple[int, ...], int]:
+def _prompt(
+    draw: random.Random, number: int, families: list[tuple[int, ...]], longest: int
+) -> tuple[tuple[int, ...], int]:
+    """A prompt of at most `longest` tokens, and its family."""
     if draw.random() < 0.35:
         length = draw.choice((draw.randrange(1, 40), draw.randrange(40, 300), draw.randrange(300, 900)))
-        return _ids(draw, length), -number - 1
+        return _ids(draw, min(length, longest)), -number - 1
     family = draw.randrange(len(families))
-    pages = draw.randrange(1, len(families[family]) // PAGE_SIZE)
+    pages = draw.randrange(1, min(len(families[family]), longest) // PAGE_SIZE)
     # At a page border, next to it, or anywhere.
     cut = pages * PAGE_SIZE + draw.choice((0, 0, -1, 1, draw.randrange(PAGE_SIZE)))
     tail = draw.choice((2, draw.randrange(2, 40), PAGE_SIZE, draw.randrange(40, 200)))
+    # Unlike those of other requests.
+    tail = max(2, min(tail, longest - cut))
     return families[family][:cut] + _ids(draw, tail), family
 
 
-def _tokens(draw: random.Random) -> int:
-    return draw.choices((1, draw.randrange(2, 16), draw.randrange(16, 64), draw.randrange(64, 260)), (2, 4, 4, 4))[0]
+def _tokens(draw: random.Random, grows: bool) -> int:
+    ranges = ((1, 2), (2, 16), (16, 64), (64, 260))
+    return draw.randrange(*draw.choices(ranges, (1, 1, 2, 12) if grows else (2, 5, 4, 3))[0])
 
 
 def _ids(draw: random.Random, length: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -236,6 +237,8 @@ def main() -> int:
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
+    # As an interrupt does: the server has to be stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
         report = run(
             write_random_model(Path(folder) / "model"),
