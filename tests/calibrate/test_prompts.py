@@ -53,6 +53,8 @@ def test_a_chat_is_answered_by_the_model(tokenizer: Any, tmp_path: Path) -> None
         ([], "is empty: give one object a line"),
         (["", "  "], "is empty"),
         (["{"], "line 1: not valid JSON"),
+        (["[" * 10**5], "line 1: not valid JSON"),
+        (["1" * 5000], "line 1: not valid JSON"),
         ([{"text": "a" * 20}, {"text": "a" * 7}], "line 2: the text has 7 tokens: give at least 8"),
         ([{"text": "a" * 61}], "line 1: 57 tokens and 4 more exceed the context of 60"),
         ([{"text": 3}], 'line 1: "text" is no string'),

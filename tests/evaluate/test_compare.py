@@ -101,6 +101,7 @@ def damaged(path: Path, change: Any) -> Path:
         (lambda path: path, "cannot be read"),
         (lambda path: (path.write_text("") and path) or path, "is empty"),
         (lambda path: path.write_text('{"kind": "ruler", ') and path, "damaged or no JSON"),
+        (lambda path: path.write_text("[" * 10**5) and path, "damaged or no JSON"),
         (lambda path: path.write_text("[]") and path, "not a file of the kind"),
         (lambda path: path.write_bytes(b"\x1f\x8b\x08broken") and path, "damaged or no JSON"),
         (lambda path: path.write_bytes(b"\xff\xfe\x00") and path, "damaged or no JSON"),
