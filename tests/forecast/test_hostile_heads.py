@@ -1,4 +1,4 @@
-"""A file of heads with bytes changed, cut or of another kind is read or refused in one line that begins with the flag."""
+"""A file of heads that was changed, cut or is none is read, or refused in one line that begins with the flag."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ def written(parts: ModelParts, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
+def assert_one_line(error: ForecastError) -> None:
+    assert str(error).startswith(FLAG)
+    assert len(str(error).splitlines()) == 1
+
+
 def assert_read_or_refused(path: Path, parts: ModelParts) -> None:
     try:
         heads = read_heads(path, parts, FLAG)
     except ForecastError as error:
-        assert str(error).startswith(FLAG)
-        assert len(str(error).splitlines()) == 1
+        assert_one_line(error)
         return
     assert all(torch.isfinite(weight.float()).all() for weight, _ in heads.values())
 
