@@ -93,7 +93,8 @@ class Client:
         with requests.post(url, json=body, timeout=(ANSWER_SECONDS, timeout), stream=request.stream) as response:
             outcome.status = response.status_code
             if request.ending == "refused":
-                if response.status_code != 400:
+                # 499: a pause of the kind abort came first.
+                if response.status_code not in (400, 499):
                     outcome.failure = f"HTTP {response.status_code} for a request that should be refused"
                 return
             if response.status_code != 200:
