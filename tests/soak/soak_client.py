@@ -145,6 +145,9 @@ def _add(event: dict[str, Any], request: Request, answers: list[Answer]) -> None
         return
     answer, meta = answers[event.get("index", 0)], event["meta_info"]
     ids, retractions = event["output_ids"], meta.get("num_retractions", answer.retractions)
+    if (meta["finish_reason"] or {}).get("type") == "abort" and len(ids) < len(answer.ids):
+        # A stream aborted while it waited to go on ends with its last token alone.
+        ids = answer.ids
     if ids[: len(answer.ids)] != answer.ids:
         raise ValueError(f"a stream took back tokens: {answer.ids} became {ids}")
     if retractions > answer.retractions:
@@ -165,7 +168,9 @@ def _whole(content: Any, route: str) -> list[Answer]:
         finish = (meta["finish_reason"] or {}).get("type")
         cached = meta.get("cached_tokens", 0)
         ids = item.get("output_ids") or []
-        answers.append(Answer(ids, retractions, cached, finish, are_cuts_known=not retractions))
+        # Aborted while it waited to go on, an answer does not say whether it had been retracted.
+        known = "num_retractions" in meta and not retractions
+        answers.append(Answer(ids, retractions, cached, finish, are_cuts_known=known))
     return answers
 
 
