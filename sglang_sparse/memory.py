@@ -137,7 +137,7 @@ def step_buffer_bytes(
         if options.resolved_forecast != "none":
             reserved += forecast_bytes(geometry, max_pages, max_requests)
             heads = Path(options.resolved_forecast)
-            # A file that is not there is refused later.
+            # `check_forecast_file` has refused one that is not there: else it is `query`.
             reserved += heads.stat().st_size if heads.is_file() else 0
     if options.audit_rate > 0:
         reserved += audit_bytes(geometry, max_pages)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+EXTRA_ROWS = 2
+"""SGLang's padding row, and one that its request table may have beyond the requests."""
+
 
 class OpenPages:
     """Places of a step's new tokens. Buffers never move, so that a CUDA graph can hold them.

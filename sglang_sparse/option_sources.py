@@ -162,7 +162,7 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         "forecast",
         "With offload: what names the next layer's blocks, which are then prefetched: none, query (the next layer's "
         "own query projection), or a file of heads (python -m sglang_sparse.forecast.train). Answers do not depend on "
-        "it. Unless given: query.",
+        "it. Unless given: none.",
         metavar="{none,query,FILE}",
     )
     add("forecast_budget", "MiB that may be prefetched for a layer in a step.", type=float, metavar="MIB")
@@ -179,9 +179,9 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     )
     add(
         "config",
-        "JSON file with any of these options and those without a flag: page_size, model, gamma_by_head (for each "
-        "layer a list of one gamma for each KV head, instead of gamma), and slot_shares (by layer, for offload). "
-        "Flags win over it.",
+        "JSON file with any of these options but preset, and those without a flag: page_size, model, gamma_by_head "
+        "(for each layer a list of one gamma for each KV head, instead of gamma), and slot_shares (by layer, for "
+        "offload). Flags win over it.",
         metavar="FILE",
     )
 

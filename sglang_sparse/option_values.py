@@ -43,20 +43,6 @@ def check_number(name: str, value: Any) -> None:
         raise OptionsError(f"{flag(name)} is {value!r}: give a number")
 
 
-def check_forecast(choice: Any, budget: Any, default: float, offload: bool) -> None:
-    """Raises OptionsError unless `choice` may be a forecast and `budget` MiB that it may fetch."""
-    check_number("forecast_budget", budget)
-    if budget <= 0:
-        raise OptionsError(f"{flag('forecast_budget')} is {budget}: give MiB above 0")
-    if choice is not None and (not isinstance(choice, str) or not choice):
-        raise OptionsError(f"{flag('forecast')} is {choice!r}: give none, query, or a file of trained heads")
-    if offload:
-        return
-    for name, given in (("forecast", choice is not None), ("forecast_budget", budget != default)):
-        if given:
-            raise OptionsError(f"{flag(name)} has no effect without {flag('offload')}: add it or remove {flag(name)}")
-
-
 def layer_numbers(value: Any) -> tuple[int, ...]:
     """Layer indices from a sequence of ints or a text such as `0,1,30-31`."""
     problem = OptionsError(f"{flag('dense_layers')} is {value!r}: give layer numbers such as 0,1 or 0-3")

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_sparse import gammas
@@ -168,11 +169,11 @@ class SparseDecodeOptions:
             object.__setattr__(self, "model", ModelShape.from_value(self.model))
         if type(self.allow_untested_sglang) is not bool:
             raise OptionsError(f"{flag('allow_untested_sglang')} is {self.allow_untested_sglang!r}: give true or false")
-        check_offload(self)
-        check_kv_format(self)
         check_number("audit_rate", self.audit_rate)
         if not 0 <= self.audit_rate <= 1:
             raise OptionsError(f"{flag('audit_rate')} is {self.audit_rate}: give a share of decode steps from 0 to 1")
+        check_offload(self)
+        check_kv_format(self)
 
     def check_kv_cache_dtype(self, kv_cache_dtype: str | None) -> None:
         """Raises OptionsError if SGLang's `--kv-cache-dtype` asks for quantised keys where they are split."""
@@ -300,6 +301,20 @@ class SparseDecodeOptions:
         if self.slot_shares and len(self.slot_shares) != num_layers:
             raise OptionsError(
                 f"config key 'slot_shares' has {len(self.slot_shares)} shares, but the model has {num_layers} layers"
+            )
+
+    def check_forecast_file(self) -> None:
+        """Raises OptionsError if the file of heads that the options name is not there."""
+        if self.resolved_forecast in ("none", "query"):
+            return
+        try:
+            there = Path(self.resolved_forecast).is_file()
+        except OSError:
+            there = False
+        if not there:
+            raise OptionsError(
+                f"{flag('forecast')} {self.resolved_forecast}: there is no such file: give none, query, or a file of "
+                "trained heads"
             )
 
     def check_shape(self, shape: ModelShape) -> None:

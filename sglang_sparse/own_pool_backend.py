@@ -12,33 +12,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_sparse.backend import SparseDecodeBackend
 from sglang_sparse.dense_prefill import PrefillBatch
-from sglang_sparse.geometry import Geometry
+from sglang_sparse.own_pool_decode import OwnPoolDecode
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-
-class OwnDecode(Protocol):
-    """A `DecodeStep` that stores keys and values itself."""
-
-    geometry: Geometry
-
-    def load(
-        self,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        rows: torch.Tensor,
-        places: torch.Tensor,
-    ) -> None:
-        """Announces a step; see `DecodeBuffers.load`. `rows [B]` int32 are the requests' rows of open pages, `places`
-        where their new tokens go."""
-
-    def decode(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, out: torch.Tensor
-    ) -> None:
-        """One layer: `q` and `out` `[B, Hq, D]`, `k` and `v` `[B, Hkv, D]` of the new tokens."""
 
 
 class OwnPrefill(Protocol):
@@ -115,7 +93,7 @@ class OwnPoolDecodeBackend(SparseDecodeBackend):
 
     layers: int
     req_to_token: torch.Tensor
-    own: OwnDecode
+    own: OwnPoolDecode
     """The same as `step`."""
     prefill: OwnPrefill
 

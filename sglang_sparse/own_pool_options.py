@@ -8,8 +8,8 @@ from sglang_sparse.option_values import (
     LARGEST,
     OptionsError,
     check_choice,
-    check_forecast,
     check_int,
+    check_number,
     flag,
     parse_memory,
 )
@@ -26,7 +26,7 @@ def check_offload(options: SparseDecodeOptions) -> None:
     """Checks the options of offload, and sets those whose defaults do not go with it."""
     if type(options.offload) is not bool:
         raise OptionsError(f"{flag('offload')} is {options.offload!r}: give true or false")
-    check_forecast(options.forecast, options.forecast_budget, type(options).forecast_budget, options.offload)
+    _check_forecast(options)
     check_choice("host_dtype", options.host_dtype, HOST_DTYPES)
     given = {name: getattr(options, name) for name in ("host_memory", "hot_cache", "staging")}
     if options.host_dtype != type(options).host_dtype:
@@ -68,6 +68,25 @@ def check_offload(options: SparseDecodeOptions) -> None:
     ):
         if wrong:
             raise OptionsError(f"{flag('offload')}: {name} reads keys of the GPU's pool: use {instead}")
+
+
+def _check_forecast(options: SparseDecodeOptions) -> None:
+    check_number("forecast_budget", options.forecast_budget)
+    if options.forecast_budget <= 0:
+        raise OptionsError(f"{flag('forecast_budget')} is {options.forecast_budget}: give MiB above 0")
+    choice, has_budget = options.forecast, options.forecast_budget != type(options).forecast_budget
+    if choice is not None and (not isinstance(choice, str) or not choice):
+        raise OptionsError(f"{flag('forecast')} is {choice!r}: give none, query, or a file of trained heads")
+    if options.offload:
+        if has_budget and options.resolved_forecast == "none":
+            raise OptionsError(
+                f"{flag('forecast_budget')} has no effect without {flag('forecast')}: name a forecast or remove "
+                f"{flag('forecast_budget')}"
+            )
+        return
+    for name, given in (("forecast", choice is not None), ("forecast_budget", has_budget)):
+        if given:
+            raise OptionsError(f"{flag(name)} has no effect without {flag('offload')}: add it or remove {flag(name)}")
 
 
 def check_kv_format(options: SparseDecodeOptions) -> None:

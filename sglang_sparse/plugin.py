@@ -19,7 +19,6 @@ import torch
 from sglang_sparse import hook_targets, option_sources, support
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
-from sglang_sparse.forecast.errors import ForecastError
 from sglang_sparse.options import DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
 
 if not compat.is_patched():
@@ -182,6 +181,7 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     model_config = compat.model_config(server_args)
     support.check_model(model_config)
     shape = compat.model_shape(model_config)
+    options.check_forecast_file()
     options.check_shape(shape)
     options.check_layers(shape.layers, shape.kv_heads)
 
@@ -251,7 +251,7 @@ def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDe
         else:
             _backend = SparseDecodeBackend(model_runner, options)
         _metrics = MetricsExporter(_backend)
-    except ForecastError as error:
+    except OptionsError as error:
         _stop(error)
     except torch.OutOfMemoryError as error:
         _stop(OptionsError(f"no memory for page summaries and step buffers: lower --mem-fraction-static ({error})"))

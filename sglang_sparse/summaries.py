@@ -75,9 +75,10 @@ class PageSummaries:
         """
         if layer not in self._layers:
             return
-        if self._tail and isinstance(self._estimator, ThumbnailEstimator) and self._estimator.joins_means:
+        estimator = self._estimator
+        if self._tail and value_pages is None and isinstance(estimator, ThumbnailEstimator) and estimator.joins_means:
             means = self._means[layer]
-            self._estimator.update_with_means(k_pool, v_pool, pages, self._layers[layer], means, targets)
+            estimator.update_with_means(k_pool, v_pool, pages, self._layers[layer], means, targets)
             return
         self._estimator.update(k_pool, pages, self._layers[layer], targets)
         if not self._tail:

@@ -83,3 +83,16 @@ def test_value_means_are_of_at_most_64_tokens(page_size: int, cells: int) -> Non
     expected = values.view(3, cells, page_size // cells, 2, 64).mean(2).transpose(1, 2)
     torch.testing.assert_close(means[2], expected[2])
     assert means.nbytes == tail.summary_bytes() * 2 * 3 * page_size
+
+
+def test_values_may_be_numbered_as_summaries_are_and_not_as_keys(summaries: PageSummaries) -> None:
+    """As those of a pool whose keys lie in rows of open pages until their page is full."""
+    keys, values = pools()
+    page = torch.tensor([4])
+    summaries.update(0, keys, values, page)
+    expected = [tensor[4].clone() for tensor in tensors(summaries, 0)]
+    rows = keys[4 * 32 : 5 * 32].clone()
+    summaries.update(2, rows, values, torch.tensor([0]), targets=page, value_pages=page)
+    for tensor, same in zip(tensors(summaries, 2), expected, strict=True):
+        assert torch.equal(tensor[4].view(torch.uint8), same.view(torch.uint8))
+        assert tensor.view(torch.uint8).flatten(1).any(1).tolist() == [False] * 4 + [True] + [False] * 2

@@ -23,16 +23,19 @@ class Scored:
 
 
 def kl_divergence(ours: dict[int, float], reference: dict[int, float]) -> float:
-    """KL(reference || ours) in nats over the tokens that both name, and one outcome for all others.
+    """KL(reference || ours) in nats over the tokens that the reference names, and one outcome for all others.
 
-    Merging outcomes never raises a divergence, so this is at most that of the whole distributions.
+    A token that ours does not name is taken to have as much there as it can have: no more than any that is named, nor
+    than what these leave. Merging outcomes never raises a divergence either, so this is at most that of the whole
+    distributions.
     """
-    both = ours.keys() & reference.keys()
     # Log probabilities are rounded: no rest may come out negative or zero.
     least = 1e-7
-    rest_p = max(1 - sum(math.exp(reference[token]) for token in both), least)
-    rest_q = max(1 - sum(math.exp(ours[token]) for token in both), least)
-    named = sum(math.exp(reference[token]) * (reference[token] - ours[token]) for token in both)
+    unnamed = max(1 - sum(map(math.exp, ours.values())), least)
+    most = math.log(min(unnamed, math.exp(min(ours.values()))))
+    named = sum(math.exp(p) * (p - ours.get(token, most)) for token, p in reference.items())
+    rest_p = max(1 - sum(map(math.exp, reference.values())), least)
+    rest_q = max(1 - sum(math.exp(ours[token]) for token in ours.keys() & reference.keys()), least)
     return max(named + rest_p * (math.log(rest_p) - math.log(rest_q)), 0.0)
 
 

@@ -31,14 +31,14 @@ def install_lookahead(model: Any, decode: OffloadedDecode, options: SparseDecode
     parts = parts_of_sglang(model)
     forecast = make_forecast(options.resolved_forecast, parts, flag("forecast"))
     assert forecast is not None
-    budget = int(options.forecast_budget * MIB) // decode.missed_block_bytes
+    budget = max(1, int(options.forecast_budget * MIB) // decode.missed_block_bytes)
     lookahead = Lookahead(
         forecast,
         decode,
         scales=scales,
         hidden=parts.hidden_size,
         dtype=parts.layers[0].projection.weight.dtype,
-        budget=max(1, budget),
+        budget=budget,
     )
     for index, layer in enumerate(parts.layers):
 

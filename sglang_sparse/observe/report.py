@@ -23,7 +23,8 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     reading = backend.step.counters.read()
     options = backend.step.options
     block: dict[str, Any] = {
-        "options": json.loads(options.to_json()) | {"tail": options.resolved_tail, "delta": _delta(options)},
+        "options": json.loads(options.to_json())
+        | {"tail": options.resolved_tail, "delta": _delta(options), "forecast": options.resolved_forecast},
         "page_size": backend.step.geometry.page_size,
         "summary_bytes": backend.step.summaries.bytes,
         "steps": reading.steps,

@@ -21,6 +21,7 @@ from sglang_sparse.offload.sizing import (
     check_host_bytes,
     plan_sizes,
 )
+from sglang_sparse.open_pages import EXTRA_ROWS
 from sglang_sparse.option_values import OptionsError, parse_memory
 from sglang_sparse.options import FLOAT8_HOST, SparseDecodeOptions
 from sglang_sparse.selection import make_estimator
@@ -30,9 +31,6 @@ DEFAULT_HOST_SHARE = "0.8"
 FREE_SHARE = 0.9
 """Of what is free, unless the user says how much: pinned memory cannot be swapped out, and the server still needs some
 beside it. Without any left the kernel ends the process."""
-
-EXTRA_ROWS = 2
-"""SGLang's padding row, and one that its request table may have beyond the requests."""
 
 
 class OffloadPoolConfigurator:

@@ -7,22 +7,19 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.forecast.lookahead import Lookahead
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.layer_clock import ATTENTION
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.step import OffloadStep
 from sglang_sparse.offload.streams import Streams
-from sglang_sparse.open_pages import padded_places, point_at_rows
+from sglang_sparse.open_pages import point_at_rows
 from sglang_sparse.options import FLOAT8_HOST, SparseDecodeOptions
+from sglang_sparse.own_pool_decode import OwnPoolDecode
 
 
-class OffloadedDecode(DecodeStep):
-    """`DecodeStep` whose keys and values are in a host pool, slots and open pages.
-
-    Prefill gives chunks to `write_chunk`; a step calls `load`, then `decode` for each layer. A request's chunk begins
-    with a page, as prefixes and chunks of SGLang's prefill do.
+class OffloadedDecode(OwnPoolDecode):
+    """A decode step whose keys and values are in a host pool, slots and open pages.
 
     Args:
         pages: of the host pool, the padding page included.
@@ -74,7 +71,6 @@ class OffloadedDecode(DecodeStep):
         self.lookahead: Lookahead | None = None
         """What prefetches, if anything does."""
         self._batch = 0
-        self._closing_rows = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
 
     @property
     def offload_totals(self) -> torch.Tensor:
@@ -89,63 +85,22 @@ class OffloadedDecode(DecodeStep):
         block = self.host.blocks[0, 0, 0, 0]
         return block.numel() * block.element_size()
 
-    def write_chunk(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pool_slots: torch.Tensor,
-        open_slots: torch.Tensor,
-        lengths: list[int],
+    def _write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, pool_slots: torch.Tensor, open_slots: torch.Tensor
     ) -> None:
-        """Stores a prefill batch's new keys and values, and summarises the pages that they fill.
-
-        Args:
-            k, v: `[T, Hkv, D]`, the requests' tokens one after another.
-            pool_slots: `[T]` int64, their places in the pool.
-            open_slots: `[T]` int32, where tokens of each request's last page go in the open pages; negative for others.
-            lengths: tokens of each request in the chunk; sum `T`.
-        """
         self.offload.write(layer, k, v, pool_slots, open_slots)
-        self.summaries.update_chunk(layer, k, v, pool_slots, lengths, self.geometry.page_size)
 
-    def load(
-        self,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        rows: torch.Tensor,
-        places: torch.Tensor,
-    ) -> None:
-        """Announces a step. Runs outside the graph.
-
-        Arguments as for `DecodeBuffers.load`; `rows [B]` int32 are the requests' rows of open pages, `places`
-        where the pool's owner put their new tokens, at least those of the rows before the padded ones. What is written
-        goes there and not where the request table says: the row of a request that has ended may be another's by now,
-        with a cached prefix in that place.
-        """
-        b, g, batch = self.buffers, self.geometry, len(seq_lens)
-        b.load(req_to_token, req_pool_indices, seq_lens)
-        places = padded_places(places, batch)
-        self.offload.load(places, b.seq_lens[:batch], rows)
+    def _load(self, places: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
+        batch = len(seq_lens)
+        self.offload.load(places, seq_lens, rows)
         if self.lookahead:
             self.lookahead.begin(batch)
-        closing = b.closing_pages[:batch]
-        closing.copy_(torch.where(closing >= 0, places // g.page_size, -1))
-        self._closing_rows[:batch] = torch.where(b.closing_pages[:batch] >= 0, rows, -1)
         # Of the entry of an open page nobody but estimators reads anything.
-        point_at_rows(b.page_table[:batch], b.seq_lens[:batch], rows, g.page_size)
+        point_at_rows(self.buffers.page_table[:batch], seq_lens, rows, self.geometry.page_size)
 
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, out: torch.Tensor
     ) -> None:
-        """One layer of the step that `load` announced.
-
-        Args:
-            q: `[B, Hq, D]`.
-            k, v: `[B, Hkv, D]`, of the new tokens.
-            out: `[B, Hq, D]`, written; zeros for padded rows.
-        """
         batch, cache = q.shape[0], self.cache
         self._batch = batch
         if layer == 0:

@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from sparse_kernels import SplitKeys, split_attention, split_store
 
-from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.layer_clock import ATTENTION
-from sglang_sparse.open_pages import OpenPages, padded_places, point_at_rows
+from sglang_sparse.open_pages import OpenPages, point_at_rows
 from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.own_pool_decode import OwnPoolDecode
 
 
-class SplitDecode(DecodeStep):
-    """`DecodeStep` whose keys are split when their page closes, and lie in a row of open pages until then.
+class SplitDecode(OwnPoolDecode):
+    """A decode step whose keys are split when their page closes, and lie in a row of open pages until then.
 
     The estimator's summaries are the keys: codes and bounds, which it scans, and the residuals. All layers have them.
-    Prefill gives chunks to `write_chunk`; a step calls `load`, then `decode` for each layer. A request's chunk begins
-    with a page, as prefixes and chunks of SGLang's prefill do.
 
     Args:
         values: of each layer, `[pages * page_size, Hkv, D]`.
@@ -60,7 +58,6 @@ class SplitDecode(DecodeStep):
         self.open_keys = torch.zeros(shape, dtype=g.dtype, device=device)
         self.copies = [torch.zeros_like(each) for each in values] if keeps_copies else None
         self._open = OpenPages(g.page_size, max_requests, device)
-        self._closing_rows = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self._scan_table = torch.zeros_like(self.buffers.page_table)
         """The step's page table with rows of open pages in the place of these."""
 
@@ -69,27 +66,7 @@ class SplitDecode(DecodeStep):
         codes, low_step, residual = self.summaries[layer]
         return SplitKeys(codes, low_step, residual, self.open_keys[layer], self._open.rows[rows])
 
-    def write_chunk(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pool_slots: torch.Tensor,
-        open_slots: torch.Tensor,
-        lengths: list[int],
-    ) -> None:
-        """Stores a prefill batch's new keys and values, and splits the keys of the pages that they fill.
-
-        Args:
-            k, v: `[T, Hkv, D]`, the requests' tokens one after another.
-            pool_slots: `[T]` int64, their places in the pool.
-            open_slots: `[T]` int32, where tokens of each request's last page go in the open pages; negative for others.
-            lengths: tokens of each request in the chunk; sum `T`.
-        """
-        self._store(layer, k, v, pool_slots, open_slots)
-        self.summaries.update_chunk(layer, k, v, pool_slots, lengths, self.geometry.page_size)
-
-    def _store(
+    def _write(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, pool_slots: torch.Tensor, open_slots: torch.Tensor
     ) -> None:
         split_store(k, v, pool_slots, open_slots, v_pool=self.values[layer], open_keys=self.open_keys[layer])
@@ -97,46 +74,19 @@ class SplitDecode(DecodeStep):
             # Padded rows write to the padding page.
             self.copies[layer][pool_slots.clamp_min(0)] = k
 
-    def load(
-        self,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        rows: torch.Tensor,
-        places: torch.Tensor,
-    ) -> None:
-        """Announces a step. Runs outside the graph.
-
-        Arguments as for `DecodeBuffers.load`; `rows [B]` int32 are the requests' rows of open pages, `places`
-        where the pool's owner put their new tokens, at least those of the rows before the padded ones. What is written
-        goes there and not where the request table says: the row of a request that has ended may be another's by now,
-        with a cached prefix in that place.
-        """
-        b, batch = self.buffers, len(seq_lens)
-        b.load(req_to_token, req_pool_indices, seq_lens)
-        lengths = b.seq_lens[:batch]
-        places = padded_places(places, batch)
-        self._open.load(places, lengths, rows)
-        closing = b.closing_pages[:batch]
-        closing.copy_(torch.where(closing >= 0, places // self.geometry.page_size, -1))
-        self._closing_rows[:batch] = torch.where(b.closing_pages[:batch] >= 0, rows, -1)
-        self._scan_table[:batch] = b.page_table[:batch]
-        point_at_rows(self._scan_table[:batch], lengths, rows, self.geometry.page_size)
+    def _load(self, places: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
+        batch = len(seq_lens)
+        self._open.load(places, seq_lens, rows)
+        self._scan_table[:batch] = self.buffers.page_table[:batch]
+        point_at_rows(self._scan_table[:batch], seq_lens, rows, self.geometry.page_size)
 
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, out: torch.Tensor
     ) -> None:
-        """One layer of the step that `load` announced.
-
-        Args:
-            q: `[B, Hq, D]`.
-            k, v: `[B, Hkv, D]`, of the new tokens.
-            out: `[B, Hq, D]`, written; zeros for padded rows.
-        """
         batch = q.shape[0]
         if self.clock:
             self.clock.enter(layer)
-        self._store(layer, k, v, self._open.pool_slots[:batch], self._open.slots[:batch])
+        self._write(layer, k, v, self._open.pool_slots[:batch], self._open.slots[:batch])
         closing = self.buffers.closing_pages[:batch]
         self.summaries.update(
             layer,

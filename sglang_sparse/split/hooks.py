@@ -77,5 +77,6 @@ class SplitHooks:
             context=compat.context_tokens(owner),
             max_pages=given["max_pages"],
             max_requests=given["max_requests"],
+            device=given["device"],
         )
         return SplitPoolConfigurator(inner, shape, reserved, self._stop)

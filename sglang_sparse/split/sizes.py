@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from sglang_sparse import memory
 from sglang_sparse.geometry import Geometry
+from sglang_sparse.open_pages import EXTRA_ROWS
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection import make_estimator
 from sglang_sparse.tail import make_tail
-
-EXTRA_ROWS = 2
-"""SGLang's padding row, and one that its request table may have beyond the requests."""
 
 
 def read_bytes(geometry: Geometry) -> float:
@@ -75,6 +75,7 @@ def reserved_bytes(
     context: int,
     max_pages: int,
     max_requests: int,
+    device: torch.device | str = "cpu",
 ) -> int:
     """Memory that does not grow with the pool.
 
@@ -82,9 +83,10 @@ def reserved_bytes(
         context: tokens of the longest request.
         max_pages: pages that tables have room for.
         max_requests: requests that may run at once.
+        device: where the steps run.
     """
     step = memory.step_buffer_bytes(
-        options, shape.geometry, layers=shape.layers, max_pages=max_pages, max_requests=max_requests
+        options, shape.geometry, layers=shape.layers, max_pages=max_pages, max_requests=max_requests, device=device
     )
     # The table in which estimators find open pages.
     tables = max_requests * max_pages * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_sparse.top.offload import offload_counts
 from sglang_sparse.top.server import Totals
 
 
@@ -46,6 +47,7 @@ def _shares(block: dict[str, Any]) -> dict[str, Any]:
         "kept_fraction": block["kept_fraction"],
         "bytes_read_fraction": block["bytes_read_fraction"],
         "kept_fraction_by_layer": [sum(layer) / len(layer) for layer in heads],
+        "offload": offload_counts(block),
     }
 
 
@@ -72,6 +74,7 @@ def _interval(now: Totals, before: Totals) -> dict[str, Any]:
         "bytes_read_fraction": read[0] if read else None,
         "kept_fraction_by_layer": layers,
         "time_shares": _time_shares(phases),
+        "offload": offload_counts(new, old),
     }
 
 

@@ -10,6 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sglang_sparse.top.offload import offload_line
+
 BAR_WIDTH = 24
 LAYERS_A_COLUMN = 16
 LOW_COVERAGE = 0.02
@@ -47,6 +49,8 @@ def _facts(summary: dict[str, Any], interval: dict[str, Any], shown: dict[str, A
         ("asked for", _asked(options) if summary["is_on"] else "nothing: sparse decode is switched off"),
         ("page summaries", f"{summary['summary_bytes'] / 1e9:.2f} GB"),
     ]
+    if shown["offload"]:
+        facts.append(("offload", offload_line(shown["offload"], shown.get("seconds"))))
     if shown["time_shares"]:
         facts.append(
             ("layer time", ", ".join(f"{name} {share(part, 0)}" for name, part in shown["time_shares"].items()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,10 @@ def test_nothing_is_forecast_unless_asked_for() -> None:
         ({"forecast_budget": "much"}, "--sparse-decode-forecast-budget is 'much': give a number"),
         ({"forecast": "query", "offload": False}, "--sparse-decode-forecast has no effect without --sparse-decode-off"),
         (
+            {"forecast_budget": 3},
+            "--sparse-decode-forecast-budget has no effect without --sparse-decode-forecast: name",
+        ),
+        (
             {"forecast_budget": 3, "offload": False},
             "--sparse-decode-forecast-budget has no effect without --sparse-dec",
         ),
@@ -46,3 +51,14 @@ def test_nothing_is_forecast_unless_asked_for() -> None:
 def test_wrong_values_name_the_flag(change: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
         SparseDecodeOptions(**{"offload": True, **change})
+
+
+def test_a_file_of_heads_has_to_be_there(tmp_path: Path) -> None:
+    file = tmp_path / "heads.safetensors"
+    for name in (str(file), "QUERY", "x" * 300):
+        options = SparseDecodeOptions(offload=True, forecast=name)
+        with pytest.raises(OptionsError, match=f"--sparse-decode-forecast {name}: there is no such file: give none"):
+            options.check_forecast_file()
+    file.touch()
+    for name in (str(file), "none", "query", None):
+        SparseDecodeOptions(offload=True, forecast=name).check_forecast_file()

@@ -178,3 +178,17 @@ def random_block_lists(case: PagedCase, density: float, seed: int = 0) -> tuple[
             lists[b, h, : len(chosen)] = chosen
             counts[b, h] = len(chosen)
     return lists.to(device), counts.to(device)
+
+
+def mixed_blocks(number, block, dim, seed=0):
+    """Of magnitudes from 2**-20 to 2**20 by token, and of 2**-12 to 1 of that by channel."""
+    rng = torch.Generator().manual_seed(seed)
+    made = torch.randn(number, 2, block, dim, generator=rng)
+    made *= torch.randint(-20, 21, (number, 2, block, 1), generator=rng).exp2()
+    made *= torch.randint(-12, 1, made.shape, generator=rng).exp2()
+    made[0, 0, 0] = 0
+    made[0, 0, 1, :3] = torch.tensor([448.0, -448.0, 449.0])
+    made[0, 0, 2] = 448
+    made[0, 1, 0] = 1e-40
+    made[0, 1, 1] = 3e38
+    return made

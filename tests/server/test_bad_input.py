@@ -58,7 +58,7 @@ FLAGS = [
     ("--sparse-decode-kv-format split --sparse-decode-offload", "split does not go with --sparse-decode-offload"),
     ("--sparse-decode-rule top-k", "--sparse-decode-top-k"),
     ("--sparse-decode-config /nonexistent.json", "--sparse-decode-config"),
-    ("--sparse-decode-config /", "--sparse-decode-config /"),
+    ("--sparse-decode-config /", "--sparse-decode-config '/'"),
     ("--sparse-decode-dense-layers 0,2", "--sparse-decode-dense-layers names layer 2"),
     ("--sparse-decode-gamma-by-layer 0.9", "--sparse-decode-gamma-by-layer has 1 values"),
     ("--sparse-decode-audit-rate 2", "--sparse-decode-audit-rate"),

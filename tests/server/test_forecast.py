@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import command, environment, free_port
+from harness import command, environment, free_port, skip_unless_served
 from random_model import write_random_model
 from test_offload import FLAGS, OFFLOAD, prompts
 
@@ -76,6 +76,7 @@ def test_same_tokens_with_any_forecast(
 
 
 def test_heads_of_another_model_are_refused_at_start(random_llama: Path, noise: Path, tmp_path: Path) -> None:
+    skip_unless_served(OFFLOAD)
     parts = parts_of(random_llama)
     heads = {layer: (p.weight, p.bias) for layer, p in folded_forecast(parts).projections.items()}
     path = tmp_path / "nan.safetensors"

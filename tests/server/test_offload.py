@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import command, environment, free_port
+from harness import command, environment, free_port, skip_unless_served
 
 pytestmark = pytest.mark.server
 
@@ -109,6 +109,7 @@ def test_float8_in_the_host_answers_alike_with_and_without_slots(
     ],
 )
 def test_bad_input_is_one_line_at_start(flags: tuple[str, ...], message: str, random_llama: Path) -> None:
+    skip_unless_served(flags)
     done = subprocess.run(
         command(random_llama, "--sparse-decode", "--page-size", "32", *flags, port=free_port()),
         capture_output=True,

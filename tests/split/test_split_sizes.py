@@ -9,11 +9,12 @@ import torch
 
 from sglang_sparse import memory
 from sglang_sparse.geometry import Geometry
+from sglang_sparse.open_pages import EXTRA_ROWS
 from sglang_sparse.options import OptionsError, SparseDecodeOptions
 from sglang_sparse.split.decode import SplitDecode
 from sglang_sparse.split.hooks import SplitPoolConfigurator
 from sglang_sparse.split.prefill import SplitPrefill
-from sglang_sparse.split.sizes import EXTRA_ROWS, SplitShape, reserved_bytes
+from sglang_sparse.split.sizes import SplitShape, reserved_bytes
 
 OPTIONS = SparseDecodeOptions(kv_format="split")
 

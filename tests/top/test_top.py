@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import socket
@@ -49,6 +50,45 @@ def test_the_interval_is_what_lies_between_two_readings(capsys: Capture) -> None
     assert found["since_start"]["kept_fraction"] == pytest.approx(0.575)
     assert (found["running_requests"], found["queued_requests"]) == (3, 1)
     assert found["coverage"] == {"samples": 7, "mean": 0.91, "worst_layer": 1, "by_layer": {"0": 0.95, "1": 0.87}}
+
+
+def offloaded(hits: int, misses: int, direct: int, used: int | None = None) -> dict[str, Any]:
+    forecast = None if used is None else {"used_bytes": used}
+    return {
+        "hits": hits,
+        "misses": misses,
+        "direct": direct,
+        "evictions": 0,
+        "missed_bytes": 1_000_000_000 * misses,
+        "forecast": forecast,
+    }
+
+
+def test_hit_rates_of_an_offloaded_server(capsys: Capture) -> None:
+    kept = [[0.5, 0.5], [0.5, 0.5]]
+    before = block(100, kept, offload=offloaded(90, 10, 10))
+    found = once(capsys, before, block(400, kept, offload=offloaded(1060, 40, 10)))
+    assert found["since_start"]["offload"]["hit_rate"] == pytest.approx(1060 / 1100)
+    interval = found["interval"]["offload"]
+    assert (interval["hits"], interval["misses"], interval["direct"]) == (970, 30, 0)
+    assert (interval["hit_rate"], interval["direct_share"], interval["hidden_share"]) == (0.97, 0, None)
+    shown = drawn(found)
+    assert re.search(r"97\.0% of the blocks in slots, [\d.]+ GB/s missed\n", shown)
+    assert "from the host" not in shown
+
+    forecast = block(400, kept, offload=offloaded(1060, 40, 20, used=10**10))
+    found = once(capsys, block(400, kept, offload=offloaded(1060, 40, 20, used=10**10)), forecast)
+    assert found["interval"]["offload"]["hit_rate"] is None
+    assert found["since_start"]["offload"]["hidden_share"] == pytest.approx(0.2)
+    assert "1.8% read from the host, 40.00 GB missed, 20% of misses hidden" in drawn(found)
+    assert once(capsys, BEFORE, AFTER)["interval"]["offload"] is None
+    assert "in slots" not in drawn(once(capsys, BEFORE, AFTER))
+
+
+def drawn(summary: dict[str, Any]) -> str:
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(screen("http://x", summary))
+    return console.export_text()
 
 
 def test_the_first_steps_of_a_server(capsys: Capture) -> None:
