@@ -28,9 +28,6 @@ MODES: dict[str, tuple[str, ...]] = {
     ),
     "split": ("--sparse-decode-kv-format", "split"),
 }
-DEPENDS_ON_CHUNKS = ("split",)
-"""Modes whose prefill reads keys of the same chunk as they are and those of earlier ones rounded: what is answered then
-depends on where chunks and cached prefixes end, and tokens are not compared."""
 _COMPLAINTS = ("leak", "double free", "use-after-free", "Traceback", "Scheduler hit an exception")
 """What SGLang logs when its own idle checks fail, or when something raised."""
 
