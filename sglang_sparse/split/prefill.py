@@ -1,4 +1,4 @@
-"""Prefill over split keys: a prefix's keys are put together again, layer by layer and request by request."""
+"""Prefill over split keys: they are put together again, layer by layer and request by request."""
 
 from __future__ import annotations
 

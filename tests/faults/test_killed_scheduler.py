@@ -64,6 +64,7 @@ def test_a_server_ends_with_its_scheduler_and_leaves_nothing(
     while not all(is_gone(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [process for process in processes if not is_gone(process)] == []
+    assert shared, "even SGLang's own files were not seen"
     ours = {path for path in shared if not Path(path).name.startswith(LEFT_BY_SGLANG)}
     assert [path for path in ours if Path(path).exists()] == []
     with pytest.raises(requests.ConnectionError):
