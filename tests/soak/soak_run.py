@@ -191,8 +191,12 @@ def run(
     seconds: float,
     first_round: int = 0,
     round_size: int = ROUND,
+    json_file: Path | None = None,
 ) -> Report:
-    """Rounds until there were `requests_wanted` requests, `seconds` have passed, or something failed."""
+    """Rounds until there were `requests_wanted` requests, `seconds` have passed, or something failed.
+
+    `json_file` gets the counts after each round: a soak that is ended leaves them.
+    """
     began = time.monotonic()
     with soak_server.start(model, mode, log) as server:
         soak = Soak(server, mode, seed)
@@ -205,9 +209,13 @@ def run(
             except (requests.RequestException, AssertionError) as error:
                 soak._note([f"{type(error).__name__}: {error}", server.tail(20)])
             number += 1
+            soak.report.seconds = round(time.monotonic() - began, 1)
             print(_line(soak.report), flush=True)
+            if json_file:
+                write(soak.report, json_file)
         report = soak.finish()
-    report.seconds = round(time.monotonic() - began, 1)
+    if json_file:
+        write(report, json_file)
     return report
 
 
@@ -234,7 +242,7 @@ def main() -> int:
     parser.add_argument("--first-round", type=int, default=0, help="the round to begin with")
     parser.add_argument("--round-size", type=int, default=ROUND, help="requests a round; a replay needs the same")
     parser.add_argument("--mode", choices=list(soak_server.MODES), default="resident")
-    parser.add_argument("--json", type=Path, help="file that gets the counts")
+    parser.add_argument("--json", type=Path, help="file that gets the counts, after each round")
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
@@ -250,6 +258,7 @@ def main() -> int:
             seconds=args.minutes * 60,
             first_round=args.first_round,
             round_size=args.round_size,
+            json_file=args.json,
         )
     for name, value in dataclasses.asdict(report).items():
         if name not in ("failures", "memory_mib"):
@@ -258,8 +267,6 @@ def main() -> int:
         print(f"FAILED: {failure}")
     if report.failures:
         print(f"again: --mode {args.mode} --seed {seed} --first-round N --round-size {args.round_size}")
-    if args.json:
-        write(report, args.json)
     return bool(report.failures)
 
 
