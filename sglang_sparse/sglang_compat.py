@@ -297,6 +297,18 @@ def write_kv(pool: Any, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: tor
     pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
 
 
+def refuse_prompts_without_room(scheduler: Any) -> None:
+    """Makes the scheduler refuse prompts that it would never admit, which it answers with HTTP 400.
+
+    SGLang refuses those that do not fit into the pool, but admits only those that leave room for a page and a token
+    beside them. With pages of one token these are nearly the same; with larger ones, a prompt in between would wait for
+    ever, and all requests after it.
+    """
+    # Of this length or more, prompts are refused. The last page of one may be nearly empty.
+    limit = scheduler.max_total_num_tokens - 2 * scheduler.page_size + 1
+    scheduler.max_req_input_len = min(scheduler.max_req_input_len, max(limit, 1))
+
+
 def live_closed_pages(scheduler: Any, page_size: int) -> torch.Tensor:
     """Physical pages (`[n]` int64, unique) that are full and belong to the prefix cache or a running request."""
     rows = scheduler.req_to_token_pool.req_to_token
