@@ -1,6 +1,7 @@
 # make serve    a server with sparse decode, on this host's GPU or CPU; Ctrl-C stops it
 # make test     all tests
 # make test-all-sglang   the tests of servers and patches on the other SGLang releases, see docs/compatibility.md
+# make soak     thousands of mixed requests against one small server, checked after each round; see docs/robustness.md
 # make lint     style and types
 # make clean    removes what the others made here; the sample model stays in its cache
 
@@ -14,8 +15,18 @@ MODEL ?=
 # More flags for sglang.launch_server.
 EXTRA_ARGS ?=
 PYTEST_ARGS ?=
+# Test files that run side by side; auto: two at most, and one on a host with a GPU.
+WORKERS ?= auto
 # For test-all-sglang: some of its releases, such as 0.5.23; by default all.
 RELEASES ?=
+# For soak: how many requests, the time limit in minutes, what kind of server (resident, offloaded, split), the seed that a
+# failure printed, the round to begin with, and a file for the counts.
+SOAK_REQUESTS ?= 10000
+SOAK_MINUTES ?= 120
+SOAK_MODE ?= resident
+SOAK_SEED ?=
+SOAK_FIRST_ROUND ?= 0
+SOAK_JSON ?= build/soak.json
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -29,16 +40,21 @@ PREPARE = "$(PYTHON)" scripts/setup_venv.py "$(VENV)"
 RUN = "$(abspath $(VENV))/bin/python"
 endif
 
-.PHONY: serve test test-all-sglang lint clean venv
+.PHONY: serve test test-all-sglang soak lint clean venv
 
 serve:
 	@$(PREPARE); exec $(RUN) scripts/serve.py --port "$(PORT)" --model "$(MODEL)" -- $(EXTRA_ARGS)
 
 test:
-	@$(PREPARE); exec $(RUN) -m pytest $(PYTEST_ARGS)
+	@$(PREPARE); exec $(RUN) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-all-sglang:
-	@$(PREPARE); exec $(RUN) scripts/test_all_sglang.py $(addprefix --release=,$(RELEASES)) -- $(PYTEST_ARGS)
+	@$(PREPARE); exec $(RUN) scripts/test_all_sglang.py $(addprefix --release=,$(RELEASES)) -- -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+soak:
+	@$(PREPARE); mkdir -p "$(dir $(SOAK_JSON))"; exec $(RUN) tests/soak/soak_run.py --requests "$(SOAK_REQUESTS)" \
+		--minutes "$(SOAK_MINUTES)" --mode "$(SOAK_MODE)" $(addprefix --seed=,$(SOAK_SEED)) \
+		--first-round "$(SOAK_FIRST_ROUND)" --json "$(SOAK_JSON)"
 
 lint:
 	@$(PREPARE); $(RUN) -m ruff check .; $(RUN) -m ruff format --check .; $(RUN) -m mypy

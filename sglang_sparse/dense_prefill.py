@@ -53,6 +53,7 @@ def attend_to_prefixes(
     make_room: Callable[[tuple[int, ...]], torch.Tensor],
     scale: float,
     out: torch.Tensor,
+    replace_keys: Callable[[int, torch.Tensor], None] | None = None,
 ) -> None:
     """Causal attention of the new tokens over prefixes and themselves, request by request.
 
@@ -64,6 +65,8 @@ def attend_to_prefixes(
             not called for requests without a prefix.
         make_room: gives a tensor of shape `[2, Hkv, tokens, D]` in KV dtype, which is needed for one request at a time.
         out: `[T, Hq, D]`, written.
+        replace_keys: called with a request's number and the keys of its new tokens, `[Hkv, new, D]`, which it may
+            replace by what is kept of them.
     """
     first = 0
     for r, (prefix, extend) in enumerate(lengths):
@@ -72,6 +75,8 @@ def attend_to_prefixes(
         if prefix:
             copy_prefix(r, both[:, :, :prefix])
         both[0, :, prefix:], both[1, :, prefix:] = k[own].transpose(0, 1), v[own].transpose(0, 1)
+        if replace_keys is not None:
+            replace_keys(r, both[0, :, prefix:])
         attended = torch.nn.functional.scaled_dot_product_attention(
             q[own].transpose(0, 1)[None],
             both[0][None],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from pathlib import Path
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileError(Exception):
@@ -40,4 +43,5 @@ def write_bytes(path: Path, content: bytes) -> None:
                 os.unlink(name)
             raise
     except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+        advice = ": free some space, or name a file on another disk" if error.errno in _NO_ROOM else ""
+        raise FileError(f"{path} cannot be written: {error.strerror or error}{advice}") from error

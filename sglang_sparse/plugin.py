@@ -19,7 +19,8 @@ import torch
 from sglang_sparse import hook_targets, option_sources, support
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
-from sglang_sparse.options import DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions
+from sglang_sparse.options import DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions, flag
+from sglang_sparse.selection_options import FORECAST
 
 if not compat.is_patched():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -291,6 +292,8 @@ def _pool_configurator(options: SparseDecodeOptions) -> Callable:
         try:
             configurator: Any
             layers = support.attention_layers(configurator_owner.model)
+            if options.select_by == FORECAST:
+                support.check_no_windows(layers, f"{flag('select_by')} {FORECAST}")
             if _own_pool is not None:
                 support.check_no_windows(layers, options.own_pool or "")
                 configurator = _own_pool.configurator(inner, configurator_owner)

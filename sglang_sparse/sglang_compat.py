@@ -161,6 +161,7 @@ def cache_shape(owner: Any) -> dict[str, Any]:
         "max_pages": table_pages(model.context_len + geometry.page_size, geometry.page_size),
         # SGLang's own upper bound where --max-running-requests is not given.
         "max_requests": arguments.max_running_requests or 4096,
+        "hidden_size": model.hidden_size,
         "device": owner.device,
     }
 
@@ -303,6 +304,18 @@ def write_kv(pool: Any, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: tor
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
+
+
+def refuse_prompts_without_room(scheduler: Any) -> None:
+    """Makes the scheduler refuse prompts that it would never admit, which it answers with HTTP 400.
+
+    SGLang refuses those that do not fit into the pool, but admits only those that leave room for a page and a token
+    beside them. With pages of one token these are nearly the same; with larger ones, a prompt in between would wait for
+    ever, and all requests after it.
+    """
+    # Of this length or more, prompts are refused. The last page of one may be nearly empty.
+    limit = scheduler.max_total_num_tokens - 2 * scheduler.page_size + 1
+    scheduler.max_req_input_len = min(scheduler.max_req_input_len, max(limit, 1))
 
 
 def live_closed_pages(scheduler: Any, page_size: int) -> torch.Tensor:

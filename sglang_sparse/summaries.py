@@ -24,6 +24,9 @@ class PageSummaries:
         layers: indices of the layers that decode sparsely; others have no summaries.
         pages: physical pages of the KV pool, the padding page included.
         tail: what is kept of a page's values; None for nothing.
+
+    Raises:
+        torch.OutOfMemoryError: naming what they take together.
     """
 
     def __init__(
@@ -37,8 +40,13 @@ class PageSummaries:
         self.pages = pages
         self._estimator = estimator
         self._tail = tail
-        self._layers: dict[int, Summary] = {layer: estimator.allocate(pages, device) for layer in layers}
-        self._means = {layer: tail.allocate(pages, device) for layer in layers} if tail else {}
+        try:
+            self._layers: dict[int, Summary] = {layer: estimator.allocate(pages, device) for layer in layers}
+            self._means = {layer: tail.allocate(pages, device) for layer in layers} if tail else {}
+        except torch.OutOfMemoryError as error:
+            one = [*estimator.allocate(pages, "meta"), *([tail.allocate(pages, "meta")] if tail else [])]
+            size = len(layers) * sum(tensor.nbytes for tensor in one)
+            raise torch.OutOfMemoryError(f"page summaries of {pages} pages take {size / 1e9:.2f} GB; {error}") from None
 
     @property
     def bytes(self) -> int:

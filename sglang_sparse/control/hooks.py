@@ -82,6 +82,8 @@ def scheduler_hooks(backend_of: Callable[[], SparseDecodeBackend | None]) -> dic
             return live_state(backend, scheduler)
 
         original(scheduler)
+        # The first call once the scheduler knows the size of its pool.
+        compat.refuse_prompts_without_room(scheduler)
         messages.register_types()
         messages.connect_scheduler(scheduler, answer)
 

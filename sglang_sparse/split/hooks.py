@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 from sglang_sparse import hook_targets
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.memory import SparsePoolConfigurator
@@ -60,7 +62,15 @@ class SplitHooks:
 
             given = compat.cache_shape(owner)
             shape = SplitShape.of(self._options, given["geometry"], given["layers"])
-            return SplitKVPool(max_total_num_tokens, shape, **compat.pool_arguments(owner))
+            try:
+                return SplitKVPool(max_total_num_tokens, shape, **compat.pool_arguments(owner))
+            except torch.OutOfMemoryError as error:
+                self._stop(
+                    OptionsError(
+                        f"no memory for the values of {max_total_num_tokens} tokens beside split keys: lower "
+                        f"--mem-fraction-static ({error})"
+                    )
+                )
 
         return {
             hook_targets.BUILD_KV_POOL: build_kv_pool,

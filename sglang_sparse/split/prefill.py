@@ -1,4 +1,4 @@
-"""Prefill over split keys: a prefix's keys are put together again, layer by layer and request by request."""
+"""Prefill over split keys: they are put together again, layer by layer and request by request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PAGES_AT_ONCE = 256
 class SplitPrefill:
     """Dense attention of prefill batches. For each batch: `begin`, then `attend` for every layer in order, then `end`.
 
-    New tokens attend to each other's keys as they are, and to those of the prefix as they are kept.
+    Keys are read as they are kept, those of pages that the batch fills too: what a token is given then does not depend
+    on where chunks and cached prefixes end, and decode reads the same keys. Only a request's open page is exact.
 
     Args:
         decode: has the pools.
@@ -59,9 +60,17 @@ class SplitPrefill:
         keys, values = decode.keys(layer), decode.values[layer].unflatten(0, (-1, g.page_size))
         decode.write_chunk(layer, k, v, self._pool_slots, self._open_slots, batch.extend_lens)
 
+        def put_together(pages: torch.Tensor, out: torch.Tensor) -> None:
+            split_dequantise(keys.codes, keys.low_step, keys.residual, pages, page_size=g.page_size, out=out)
+
+        def replace_keys(r: int, new: torch.Tensor) -> None:
+            first, full = batch.prefix_lens[r] // g.page_size, batch.extend_lens[r] // g.page_size
+            if full:
+                put_together(batch.page_table[r, first : first + full], new[:, : full * g.page_size])
+
         def copy_prefix(r: int, both: torch.Tensor) -> None:
             pages = batch.page_table[r, : batch.prefix_lens[r] // g.page_size]
-            split_dequantise(keys.codes, keys.low_step, keys.residual, pages, page_size=g.page_size, out=both[0])
+            put_together(pages, both[0])
             target = both[1].unflatten(1, (len(pages), g.page_size))
             # In parts, whose copy by page is small beside the staging.
             for first in range(0, len(pages), PAGES_AT_ONCE):
@@ -72,7 +81,18 @@ class SplitPrefill:
             return self._staging[: math.prod(shape)].view(shape)
 
         lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
-        attend_to_prefixes(g, lengths, q, k, v, copy_prefix=copy_prefix, make_room=make_room, scale=scale, out=out)
+        attend_to_prefixes(
+            g,
+            lengths,
+            q,
+            k,
+            v,
+            copy_prefix=copy_prefix,
+            make_room=make_room,
+            scale=scale,
+            out=out,
+            replace_keys=replace_keys,
+        )
 
     def end(self) -> None:
         """After the last layer."""

@@ -51,7 +51,8 @@ SPLIT = ("--sparse-decode-kv-format", "split")
 
 @pytest.fixture(scope="module", params=[(), OFFLOAD, SPLIT], ids=["resident", "offloaded", "split"])
 def server(request: pytest.FixtureRequest, start_server: Any, random_llama: Path) -> Any:
-    return start_server(random_llama, *FLAGS, *request.param)
+    # Threads that share the cores with those of other tests wait for each other most of the time.
+    return start_server(random_llama, *FLAGS, *request.param, OMP_NUM_THREADS="1")
 
 
 def assert_no_trace(server: Any) -> dict[str, Any]:
@@ -99,6 +100,22 @@ def test_requests_longer_than_the_context_are_refused_and_leave_no_trace(server:
     response = server.post("/generate", {"input_ids": prompt(1, 5000), "sampling_params": {"max_new_tokens": 4}})
     assert response.status_code == 400
     assert "5000" in response.text
+    assert_no_trace(server)
+
+
+@pytest.mark.parametrize("spare", [7, 31, 33, 63])
+def test_prompts_that_nearly_fill_the_pool_are_refused_and_hold_nobody_up(server: Any, spare: int) -> None:
+    body = {"input_ids": prompt(2, 4096 - spare), "sampling_params": {"max_new_tokens": 1}}
+    response = server.post("/generate", body)
+    assert response.status_code == 400
+    assert len(server.generate(prompt(3, 10), 2)["output_ids"]) == 2
+    assert_no_trace(server)
+
+
+def test_the_longest_prompt_that_is_taken_is_served(server: Any) -> None:
+    # SGLang admits a prompt with room for a page and a token beside it; the prompt's own last page is counted as full.
+    answer = server.generate(prompt(4, 4096 - 2 * 32), 8)
+    assert answer["meta_info"]["completion_tokens"] == 8
     assert_no_trace(server)
 
 

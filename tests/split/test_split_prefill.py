@@ -69,10 +69,9 @@ class Pools:
         for own, prefix, extend in zip(pages, prefixes, extends, strict=True):
             slots = (torch.tensor(own)[:, None] * page + torch.arange(page)).flatten()[: prefix + extend].to(DEVICE)
             k, v = self.k[layer, slots].double(), self.v[layer, slots].double()
-            if prefix:
-                full = torch.tensor(own[: prefix // page], device=DEVICE)
-                kept = reconstruct(*(tensor[full] for tensor in self.decode.summaries[layer]))
-                k[:prefix] = kept.transpose(1, 2).flatten(0, 1).double()
+            full = torch.tensor(own[: (prefix + extend) // page], dtype=torch.int64, device=DEVICE)
+            kept = reconstruct(*(tensor[full] for tensor in self.decode.summaries[layer]))
+            k[: len(full) * page] = kept.transpose(1, 2).flatten(0, 1).double()
             k, v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
             scores = torch.einsum("thd,shd->hts", q[first : first + extend].double(), k) * SCALE
             position = torch.arange(prefix + extend, device=DEVICE)
@@ -103,6 +102,36 @@ def test_chunks_prefixes_and_batches(pages_at_once: int, monkeypatch: pytest.Mon
     pools.run([first, [20, 21]], [64, 0], [71, 33])
     # Two requests on one prefix, one of them with a single token, and one that ends with its page.
     pools.run([[*first[:4], 11], [*first[:2], 12, 13], [14]], [128, 64, 0], [1, 40, 32])
+
+
+def test_what_a_token_is_given_does_not_depend_on_where_chunks_end() -> None:
+    pools, generator = Pools(), torch.Generator(DEVICE).manual_seed(5)
+    page, length = GEOMETRY.page_size, 5 * GEOMETRY.page_size + 7
+
+    def normal(heads: int) -> torch.Tensor:
+        return torch.randn((length, heads, GEOMETRY.head_dim), generator=generator, device=DEVICE).to(DTYPE)
+
+    # Far from each other, so that a rounded key is far from the key.
+    q, k, v = normal(GEOMETRY.query_heads), 30 * normal(GEOMETRY.kv_heads), normal(GEOMETRY.kv_heads)
+    table = torch.tensor([[3, 17, 9, 30, 5, 11]], dtype=torch.int32, device=DEVICE)
+
+    def attended(*chunks: int) -> torch.Tensor:
+        parts, first = [], 0
+        for tokens in chunks:
+            pools.prefill.begin(PrefillBatch(table, [first], [tokens], torch.ones(1, dtype=torch.int64, device=DEVICE)))
+            own = slice(first, first + tokens)
+            out = torch.full_like(q[own], float("nan"))
+            pools.prefill.attend(0, q[own], k[own], v[own], scale=SCALE, out=out)
+            pools.prefill.end()
+            parts.append(out)
+            first += tokens
+        assert first == length
+        return torch.cat(parts)
+
+    whole = attended(length)
+    tolerance = 2e-2 if DEVICE == "cuda" else 1e-4
+    for chunks in ((page, length - page), (3 * page, page, page + 7), (5 * page, 7)):
+        torch.testing.assert_close(attended(*chunks), whole, rtol=tolerance, atol=tolerance)
 
 
 def test_refuses_a_prefix_within_a_page_and_a_request_beyond_the_staging() -> None:
