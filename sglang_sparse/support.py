@@ -262,7 +262,7 @@ def window_layers(layers: list[Any]) -> frozenset[int]:
 
 
 def check_no_windows(layers: list[Any], option: str) -> None:
-    """Raises UnsupportedError if a layer has a sliding window, which `option`, a KV pool of our own or so, does not serve."""
+    """Raises UnsupportedError if a layer has a sliding window, which `option` does not serve."""
     for layer in sorted(window_layers(layers)):
         raise UnsupportedError(
             f"{option} does not support a sliding window, which layer {layer} of the model has: remove {option}"
