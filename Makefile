@@ -15,6 +15,8 @@ MODEL ?=
 # More flags for sglang.launch_server.
 EXTRA_ARGS ?=
 PYTEST_ARGS ?=
+# Test files that run side by side; auto: two at most, and one on a host with a GPU.
+WORKERS ?= auto
 # For test-all-sglang: some of its releases, such as 0.5.23; by default all.
 RELEASES ?=
 # For soak: how many requests, the time limit in minutes, what kind of server (resident, offloaded, split), the seed that a
@@ -44,10 +46,10 @@ serve:
 	@$(PREPARE); exec $(RUN) scripts/serve.py --port "$(PORT)" --model "$(MODEL)" -- $(EXTRA_ARGS)
 
 test:
-	@$(PREPARE); exec $(RUN) -m pytest $(PYTEST_ARGS)
+	@$(PREPARE); exec $(RUN) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-all-sglang:
-	@$(PREPARE); exec $(RUN) scripts/test_all_sglang.py $(addprefix --release=,$(RELEASES)) -- $(PYTEST_ARGS)
+	@$(PREPARE); exec $(RUN) scripts/test_all_sglang.py $(addprefix --release=,$(RELEASES)) -- -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 soak:
 	@$(PREPARE); mkdir -p "$(dir $(SOAK_JSON))"; exec $(RUN) tests/soak/soak_run.py --requests "$(SOAK_REQUESTS)" \

@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_sparse import paths, sglang_compat, support
 from sglang_sparse.decode_step import DecodeStep
+from sglang_sparse.forecast.server import install_forecast
 from sglang_sparse.geometry import Geometry, table_pages
 from sglang_sparse.observe.audit import CoverageAudit
 from sglang_sparse.options import SparseDecodeOptions
@@ -70,6 +71,7 @@ class SparseDecodeBackend(AttentionBackend):
             device=pool.device,
             timed=sglang_compat.exports_metrics(model_runner),
         )
+        install_forecast(model_runner.model, self.step, options)
         self.audit: CoverageAudit | None = None
         if self.step.tap is not None:
             scales = [layer.scaling for layer in layers]
@@ -113,9 +115,16 @@ class SparseDecodeBackend(AttentionBackend):
 
     def attach_prefill(self, prefill_backend: AttentionBackend) -> None:
         """Makes SGLang's prefill backend keep the summaries of the pages it writes."""
-        before_chunk = {} if self.audit is None else {"before_chunk": self.audit.finish}
-        summarise_prefill(prefill_backend, self.step.summaries, self.step.geometry.page_size, **before_chunk)
+        summarise_prefill(
+            prefill_backend, self.step.summaries, self.step.geometry.page_size, before_chunk=self._before_chunk
+        )
         self._prefill_backend = prefill_backend
+
+    def _before_chunk(self) -> None:
+        if self.audit is not None:
+            self.audit.finish()
+        if self.step.chooser is not None:
+            self.step.chooser.begin(0)
 
     # SGLang's metadata contract: host work outside the graph, recorded work inside it.
 
@@ -139,6 +148,8 @@ class SparseDecodeBackend(AttentionBackend):
             if self.audit is not None:
                 self.audit.before_step(sglang_compat.real_requests(forward_batch))
         batch = forward_batch.batch_size
+        if self.step.chooser is not None:
+            self.step.chooser.begin(batch)
         self.step.buffers.load(
             self._req_to_token, forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch]
         )

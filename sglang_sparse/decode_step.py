@@ -12,12 +12,14 @@ from sparse_kernels import AttentionTail, SelectionTap, TapPoint, request_totals
 from sglang_sparse import paths
 from sglang_sparse.buffers import DecodeBuffers
 from sglang_sparse.control.state import DecodeControl
+from sglang_sparse.forecast.chooser import ForecastChooser
 from sglang_sparse.fused import FusedPass
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.counters import DecodeCounters
 from sglang_sparse.observe.layer_clock import ATTENTION, ESTIMATE, RULE, LayerClock, layer_to_time
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection import PseudoMaximum, make_estimator, make_rule
+from sglang_sparse.selection_options import FORECAST
 from sglang_sparse.split.sizes import read_bytes as split_read_bytes
 from sglang_sparse.summaries import PageSummaries
 from sglang_sparse.tail import make_tail
@@ -92,6 +94,8 @@ class DecodeStep:
         self.control = DecodeControl(options, self.buffers.thresholds, on_change=self.counters.mark)
         layer = layer_to_time(self.sparse_layers, layers) if timed else None
         self.clock = LayerClock(layer, self.buffers.seq_lens) if layer is not None else None
+        self.chooser: ForecastChooser | None = None
+        """What ranks blocks in place of queries; to be set if the options ask for it."""
 
     @property
     def offload_totals(self) -> torch.Tensor | None:
@@ -227,7 +231,7 @@ class DecodeStep:
         block_lists, block_counts = b.block_lists[rows], b.block_counts[layer, turn]
         maxima = b.maxima.rows(rows) if b.maxima else None
         self.estimator.block_mass(
-            q,
+            self._ranking(layer, q, turn),
             k_pool,
             self.summaries[layer],
             page_table,
@@ -267,3 +271,11 @@ class DecodeStep:
             return block_lists, block_counts, None
         tail = AttentionTail(b.log_mass[rows], b.kept_mask[rows], self.summaries.value_means(layer))
         return block_lists, block_counts, tail
+
+    def _ranking(self, layer: int, q: torch.Tensor, turn: slice) -> torch.Tensor:
+        """What blocks are ranked by: `q`, or a forecast of it. What attends is `q` in any case."""
+        if self.options.select_by != FORECAST:
+            return q
+        if self.chooser is None:
+            raise RuntimeError("a forecast is to choose blocks, and there is none")
+        return self.chooser.vectors(layer, q, self.buffers.seq_lens[turn], turn)

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sparse_kernels import AttentionWorkspace
+from sparse_kernels import AttentionWorkspace, ExpectedWorkspace
 
 from sglang_sparse.fused import FusedPass
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.paths import ever_fused, ever_lists
 from sglang_sparse.selection import make_estimator, make_rule
+from sglang_sparse.selection_options import FORECAST
 from sglang_sparse.tail import make_tail
 
 MAX_STEP_BYTES = 256 << 20
@@ -45,12 +46,13 @@ def audit_bytes(geometry: Geometry, max_pages: int) -> int:
 
 
 def forecast_bytes(geometry: Geometry, max_pages: int, max_requests: int) -> int:
-    """Bytes that forecasts need at most, beside trained weights and the inputs of a step: masses and what becomes of
-    them, lists and counts."""
+    """Bytes that prefetching by forecasts needs at most, beside trained weights and the inputs of a step: masses,
+    workspace, lists and counts."""
     blocks = max_pages * geometry.blocks_per_page
     turn = requests_per_turn(geometry, max_pages, max_requests, False)
-    masses = turn * geometry.kv_heads * blocks * (2 * geometry.group_size * 4 + 40)
-    return masses + max_requests * geometry.kv_heads * (blocks + 2) * 4
+    masses = turn * geometry.kv_heads * blocks * geometry.group_size * 4
+    workspace = ExpectedWorkspace.bytes(turn, geometry.kv_heads, blocks)
+    return masses + workspace + max_requests * geometry.kv_heads * (blocks + 1) * 4
 
 
 class SparsePoolConfigurator:
@@ -83,6 +85,7 @@ def reserve(
     layers: int,
     max_pages: int,
     max_requests: int,
+    hidden_size: int = 0,
     device: torch.device | str = "cpu",
 ) -> Any:
     """`inner`, SGLang's KV pool configurator, with the memory of sparse decode taken out of its budget.
@@ -91,6 +94,7 @@ def reserve(
         layers: attention layers of the model.
         max_pages: pages of the longest request.
         max_requests: upper bound of the request slots, known before the pool is sized.
+        hidden_size: width of the model, for the inputs of layers that forecasts keep.
         device: where the steps run.
     """
     rule = make_rule(options, geometry)
@@ -101,7 +105,13 @@ def reserve(
     summary_bytes = make_estimator(options, geometry).summary_bytes() + (tail.summary_bytes() if tail else 0)
     share = summary_bytes * sparse_layers / (geometry.kv_bytes * layers)
     reserved = step_buffer_bytes(
-        options, geometry, layers=layers, max_pages=max_pages, max_requests=max_requests, device=device
+        options,
+        geometry,
+        layers=layers,
+        max_pages=max_pages,
+        max_requests=max_requests,
+        hidden_size=hidden_size,
+        device=device,
     )
     return SparsePoolConfigurator(inner, share, reserved)
 
@@ -121,6 +131,7 @@ def step_buffer_bytes(
     layers: int,
     max_pages: int,
     max_requests: int,
+    hidden_size: int = 0,
     device: torch.device | str = "cpu",
 ) -> int:
     """Bytes that steps and audit need, whatever the pool holds; arguments as for `reserve`."""
@@ -136,9 +147,13 @@ def step_buffer_bytes(
         reserved += max_requests * max_pages * geometry.blocks_per_page * geometry.kv_heads * 4
         if options.resolved_forecast != "none":
             reserved += forecast_bytes(geometry, max_pages, max_requests)
-            heads = Path(options.resolved_forecast)
-            # `check_forecast_file` has refused one that is not there: else it is `query`.
-            reserved += heads.stat().st_size if heads.is_file() else 0
+    if options.resolved_forecast != "none":
+        heads = Path(options.resolved_forecast)
+        # `check_forecast_file` has refused one that is not there: else it is `query`.
+        reserved += heads.stat().st_size if heads.is_file() else 0
+        # Inputs of two layers for each of what prefetches and what selects.
+        users = int(options.offload) + int(options.select_by == FORECAST)
+        reserved += users * 2 * max_requests * hidden_size * geometry.dtype.itemsize
     if options.audit_rate > 0:
         reserved += audit_bytes(geometry, max_pages)
     return reserved

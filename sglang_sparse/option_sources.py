@@ -16,6 +16,7 @@ from sglang_sparse.options import (
     HOST_DTYPES,
     PATHS,
     RULES,
+    SELECT_BY,
     TAILS,
     THUMBNAIL_BITS,
     SparseDecodeOptions,
@@ -32,8 +33,20 @@ _OF_ONE_RULE = (("top_k", "top-k"), ("delta", "top-delta"), ("path", "top-delta"
 PRESETS: dict[str, dict[str, Any]] = {
     "moira": {"estimator": "mean-variance", "gamma": 0.99, "block_size": 16, "rule": "coverage", "tail": "drop"},
     "ffd": {"estimator": "thumbnail", "thumbnail_bits": 2, "rule": "top-delta", "tail": "drop"},
+    # 64 blocks of 64 and a window of 32: 6,144 tokens, 4.7% of 131,072.
+    "sparda": {
+        "estimator": "strided-mean",
+        "block_size": 64,
+        "rule": "top-k",
+        "top_k": 96,
+        "tail": "drop",
+        "select_by": "forecast",
+        "sink_tokens": 64,
+        "window_tokens": 2048,
+        "min_context": 8192,
+    },
 }
-"""Settings after published methods, to compare with."""
+"""Settings after published methods, to compare with. That of SparDA reads what a forecast chooses."""
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -121,6 +134,12 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         "the batch size.",
         metavar=_braces(PATHS),
     )
+    add(
+        "select_by",
+        "What ranks the blocks that attention reads: the layer's own queries, or a forecast of them from the layer "
+        "before (SparDA). A forecast changes the output: it is there to compare with.",
+        metavar=_braces(SELECT_BY),
+    )
     add("min_context", "Requests with fewer tokens read everything.", type=int)
     add("sink_tokens", "Tokens at the start that are always read.", type=int)
     add("window_tokens", "Latest tokens that are always read.", type=int)
@@ -162,14 +181,15 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         "forecast",
         "With offload: what names the next layer's blocks, which are then prefetched: none, query (the next layer's "
         "own query projection), or a file of heads (python -m sglang_sparse.forecast.train). Answers do not depend on "
-        "it. Unless given: none.",
+        f"it, except with {flag('select_by')} forecast. Unless given: none, and query where it selects.",
         metavar="{none,query,FILE}",
     )
     add("forecast_budget", "MiB that may be prefetched for a layer in a step.", type=float, metavar="MIB")
     add(
         "preset",
         "Settings after a published method, to compare with: moira (mean and variance of 16-token blocks, gamma 0.99), "
-        "ffd (2-bit keys, top-delta). Other flags and the config win over it.",
+        "ffd (2-bit keys, top-delta), sparda (a forecast chooses 96 blocks of 64, which changes the output). Other "
+        "flags and the config win over it.",
         metavar=_braces(tuple(PRESETS)),
     )
     add(

@@ -28,11 +28,13 @@ from sglang_sparse.option_values import flag as flag
 from sglang_sparse.own_pool_options import FLOAT8_HOST as FLOAT8_HOST
 from sglang_sparse.own_pool_options import HOST_DTYPES as HOST_DTYPES
 from sglang_sparse.own_pool_options import check_kv_format, check_offload
+from sglang_sparse.selection_options import FORECAST, STRIDED_MEAN, check_selection
+from sglang_sparse.selection_options import SELECT_BY as SELECT_BY
 
 ENVIRONMENT_VARIABLE = "SGLANG_SPARSE_DECODE_OPTIONS"
 """Carries the options, as JSON, from the process that parsed them to SGLang's scheduler processes."""
 
-ESTIMATORS = ("thumbnail", "mean", "mean-variance", "minmax", "exact")
+ESTIMATORS = ("thumbnail", "mean", "mean-variance", "minmax", "exact", STRIDED_MEAN)
 RULES = ("coverage", "top-k", "top-delta", "all")
 GROUPS = ("average", "every")
 TAILS = ("mean", "drop")
@@ -126,9 +128,12 @@ class SparseDecodeOptions:
     staging: int | None = None
     """Tokens of prefixes that a prefill batch may have. None: the model's context."""
     forecast: str | None = None
-    """What names the blocks to prefetch: `none`, `query`, or a file of trained heads. See `resolved_forecast`."""
+    """What guesses the next layer's queries: `none`, `query`, or a file of trained heads. See `resolved_forecast`."""
     forecast_budget: float = DEFAULT_FORECAST_BUDGET
     """MiB that a layer's forecast may fetch in a step."""
+    select_by: str = "query"
+    """What ranks the blocks that attention reads: the layer's own queries, or the forecast of the layer before, which
+    changes the output (SparDA)."""
     slot_shares: tuple[float, ...] = ()
     """Shares of the blocks in use by layer; without a flag. Empty: equal ones."""
 
@@ -172,6 +177,7 @@ class SparseDecodeOptions:
         check_number("audit_rate", self.audit_rate)
         if not 0 <= self.audit_rate <= 1:
             raise OptionsError(f"{flag('audit_rate')} is {self.audit_rate}: give a share of decode steps from 0 to 1")
+        check_selection(self)
         check_offload(self)
         check_kv_format(self)
 
@@ -192,8 +198,8 @@ class SparseDecodeOptions:
 
     @property
     def resolved_forecast(self) -> str:
-        """What names the blocks to prefetch; nothing unless given."""
-        return self.forecast or "none"
+        """What guesses the next layer's queries; nothing unless given or needed to select."""
+        return self.forecast or ("query" if self.select_by == FORECAST else "none")
 
     @property
     def resolved_tail(self) -> str:
@@ -201,7 +207,7 @@ class SparseDecodeOptions:
         given."""
         if self.tail is not None:
             return self.tail
-        return "mean" if self.estimator in MASS_ESTIMATORS else "drop"
+        return "mean" if self.estimator in MASS_ESTIMATORS and self.select_by != FORECAST else "drop"
 
     @property
     def resolved_delta(self) -> float:

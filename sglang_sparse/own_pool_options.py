@@ -13,6 +13,7 @@ from sglang_sparse.option_values import (
     flag,
     parse_memory,
 )
+from sglang_sparse.selection_options import FORECAST
 
 if TYPE_CHECKING:
     from sglang_sparse.options import SparseDecodeOptions
@@ -84,7 +85,8 @@ def _check_forecast(options: SparseDecodeOptions) -> None:
                 f"{flag('forecast_budget')}"
             )
         return
-    for name, given in (("forecast", choice is not None), ("forecast_budget", has_budget)):
+    selects = options.select_by == FORECAST
+    for name, given in (("forecast", choice is not None and not selects), ("forecast_budget", has_budget)):
         if given:
             raise OptionsError(f"{flag(name)} has no effect without {flag('offload')}: add it or remove {flag(name)}")
 

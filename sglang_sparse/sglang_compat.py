@@ -152,6 +152,7 @@ def cache_shape(owner: Any) -> dict[str, Any]:
         "max_pages": table_pages(model.context_len + geometry.page_size, geometry.page_size),
         # SGLang's own upper bound where --max-running-requests is not given.
         "max_requests": arguments.max_running_requests or 4096,
+        "hidden_size": model.hidden_size,
         "device": owner.device,
     }
 

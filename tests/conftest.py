@@ -26,6 +26,11 @@ if not torch.cuda.is_available():
 # At import, so that it comes before any test module imports SGLang; child processes inherit it.
 cpu.activate()
 
+# Threads that share cores with those of another worker mostly wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
@@ -34,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Workers of `-n auto`: a GPU has no memory for several servers, and many servers on few cores time out."""
+    return 0 if torch.cuda.is_available() else min(2, len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def reserve(options: SparseDecodeOptions):
 @pytest.mark.parametrize("dense_layers", [(), (0, 1)])
 @pytest.mark.parametrize("budget", [5 << 30, 100 << 30])
 def test_pool_summaries_and_buffers_fit_the_budget(estimator: str, dense_layers: tuple, budget: int) -> None:
-    options = SparseDecodeOptions(estimator=estimator, dense_layers=dense_layers)
+    options = SparseDecodeOptions(estimator=estimator, dense_layers=dense_layers, rule="top-k", top_k=8)
     tokens = reserve(options).calculate_pool_sizes(budget, 64).max_total_num_tokens
     pages = tokens // 64 + 1
     summary = make_estimator(options, GEOMETRY).allocate(pages, "meta")
@@ -135,7 +135,7 @@ def test_step_bytes_are_what_is_allocated(has_tail: bool, has_maxima: bool) -> N
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_summary_bytes_are_what_is_allocated(estimator: str) -> None:
-    made = make_estimator(SparseDecodeOptions(estimator=estimator), GEOMETRY)
+    made = make_estimator(SparseDecodeOptions(estimator=estimator, rule="top-k", top_k=8), GEOMETRY)
     for tail in (None, MeanTail(GEOMETRY)):
         summaries = PageSummaries(made, [0, 1], 100, "meta", tail)
         per_token = made.summary_bytes() + (tail.summary_bytes() if tail else 0)

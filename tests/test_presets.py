@@ -24,6 +24,19 @@ def test_ffd() -> None:
     assert (options.resolved_tail, options.resolved_delta) == ("drop", 6.0)
 
 
+def test_sparda() -> None:
+    """The constants of its code: windows of 32 keys at stride 16, blocks of 64, 64 of them beside one block of sinks
+    and a window of 2,048 tokens, dense up to 8,192 tokens."""
+    options = merge({"preset": "sparda"})
+    assert (options.estimator, options.block_size, options.select_by) == ("strided-mean", 64, "forecast")
+    assert (options.rule, options.top_k, options.resolved_tail, options.resolved_forecast) == (
+        *("top-k", 96, "drop", "query"),
+    )
+    assert (options.sink_tokens, options.window_tokens, options.min_context) == (64, 2048, 8192)
+    heads = merge({"preset": "sparda", "forecast": "heads.safetensors", "top_k": 0.047})
+    assert (heads.resolved_forecast, heads.top_k) == ("heads.safetensors", 0.047)
+
+
 def test_flags_and_config_win(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
@@ -41,5 +54,5 @@ def test_no_preset_is_the_default() -> None:
 
 
 def test_an_unknown_preset_is_named() -> None:
-    with pytest.raises(OptionsError, match="--sparse-decode-preset is 'sparda': choose one of moira, ffd"):
-        merge({"preset": "sparda"})
+    with pytest.raises(OptionsError, match="--sparse-decode-preset is 'quest': choose one of moira, ffd, sparda"):
+        merge({"preset": "quest"})

@@ -20,7 +20,9 @@ WITH_SUMMARY += [("thumbnail", MeanTail(GEOMETRY)), ("exact", MeanTail(GEOMETRY)
 @pytest.fixture(params=WITH_SUMMARY, ids=lambda param: param[0] + "-tail" * bool(param[1]))
 def summaries(request: pytest.FixtureRequest) -> PageSummaries:
     name, tail = request.param
-    return PageSummaries(make_estimator(SparseDecodeOptions(estimator=name), GEOMETRY), [0, 2], PAGES, "cpu", tail)
+    return PageSummaries(
+        make_estimator(SparseDecodeOptions(estimator=name, rule="top-k", top_k=8), GEOMETRY), [0, 2], PAGES, "cpu", tail
+    )
 
 
 def pools() -> tuple[torch.Tensor, torch.Tensor]:

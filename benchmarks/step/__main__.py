@@ -20,9 +20,11 @@ from benchmarks.common_arguments import (
     positive,
     sparse_options,
 )
+from benchmarks.errors import BenchmarkError
 from benchmarks.machine import gpu_name, require_cuda
 from benchmarks.results import text_table
-from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.options import SparseDecodeOptions, flag
+from sglang_sparse.selection_options import FORECAST
 
 MIN_LAYERS, MAX_LAYERS = 4, 32
 READ_BETWEEN = 512 * 2**20
@@ -81,6 +83,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(given)
     options = sparse_options(args)
     options.check_page_size(args.page_size)
+    if options.select_by == FORECAST:
+        raise BenchmarkError(
+            f"{flag('select_by')} forecast: a step here has no model whose layers could be forecast; "
+            f"give {flag('select_by')} query, beside a preset too"
+        )
     results = open_results("step", given, args)
     require_cuda()
 

@@ -8,17 +8,20 @@ from .block_gather import block_gather, block_gather_reference
 from .block_mass_exact import block_mass_exact, block_mass_exact_reference
 from .block_mass_statistics import block_mass_statistics, block_mass_statistics_reference
 from .block_mass_thumbnail import block_mass_thumbnail, block_mass_thumbnail_reference
+from .block_score_strided import block_score_strided, block_score_strided_reference
 from .block_statistics import STATISTICS_OF_KIND, block_statistics, block_statistics_reference
 from .block_store import block_store, block_store_reference
 from .block_unpack import block_unpack, block_unpack_reference
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
+from .expected_blocks import ExpectedWorkspace, expected_blocks, expected_blocks_reference
 from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_reference
 from .host_block import pack_blocks, unpack_blocks
 from .page_summary import page_summary, page_summary_reference
 from .page_table import snapshot_page_table, snapshot_page_table_reference
 from .pseudo_maximum import pseudo_maximum, pseudo_maximum_reference
 from .request_totals import request_totals, request_totals_reference
+from .rotated_heads import rotated_heads, rotated_heads_reference
 from .selection_tap import SelectionTap, TapPoint
 from .slot_assign import slot_assign, slot_assign_reference
 from .slot_attention import SlotSources, slot_attention, slot_attention_reference
@@ -41,6 +44,7 @@ __all__ = [
     "STATISTICS_OF_KIND",
     "AttentionTail",
     "AttentionWorkspace",
+    "ExpectedWorkspace",
     "FetchList",
     "FusedWorkspace",
     "SelectionTap",
@@ -56,6 +60,8 @@ __all__ = [
     "block_mass_statistics_reference",
     "block_mass_thumbnail",
     "block_mass_thumbnail_reference",
+    "block_score_strided",
+    "block_score_strided_reference",
     "block_statistics",
     "block_statistics_reference",
     "block_store",
@@ -66,6 +72,8 @@ __all__ = [
     "combine_reference",
     "coverage_rule",
     "coverage_rule_reference",
+    "expected_blocks",
+    "expected_blocks_reference",
     "fused_top_delta",
     "fused_top_delta_reference",
     "pack_blocks",
@@ -75,6 +83,8 @@ __all__ = [
     "pseudo_maximum_reference",
     "request_totals",
     "request_totals_reference",
+    "rotated_heads",
+    "rotated_heads_reference",
     "slot_assign",
     "slot_assign_reference",
     "slot_attention",

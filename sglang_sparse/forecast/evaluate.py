@@ -18,7 +18,7 @@ from .errors import ForecastError
 
 PROGRAM = "sglang_sparse.forecast.evaluate"
 KINDS = ("retrieval", "code", "prose")
-SUMMARIES = ("thumbnail", "block-mean", "page-mean", "page-midpoint")
+SUMMARIES = ("thumbnail", "block-mean", "page-mean", "page-midpoint", "window-mean")
 HELP = """Decodes with a model under the server's settings, keeps a cache of blocks for each layer and KV head, and
 tells which share of the blocks that a step misses each forecast would have prefetched, at equal bytes. Predictors:
 none; the previous step's queries; query; query folded to one vector per KV head; with --heads trained ones; the step's
@@ -80,6 +80,7 @@ def masses_of(args: argparse.Namespace, bits: int) -> Any:
         "thumbnail": lambda: ranking.by_thumbnail(bits, page, block),
         "block-mean": lambda: ranking.by_block_mean(block),
         "page-mean": lambda: ranking.by_page_mean(page, block),
+        "window-mean": lambda: ranking.by_window_mean(page, block),
         "page-midpoint": lambda: ranking.by_page_midpoint(page, block),
     }[args.summaries]()
 

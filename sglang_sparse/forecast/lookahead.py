@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sparse_kernels import ExpectedWorkspace, expected_blocks
 
 from sglang_sparse.memory import requests_per_turn
 from sglang_sparse.selection import make_estimator
@@ -55,14 +56,14 @@ class Lookahead:
         g = self._geometry = dataclasses.replace(decode.geometry, group_size=forecast.per_head)
         self._estimator = make_estimator(decode.options, g)
         pages = b.page_table.shape[1]
-        self._blocks = pages * g.blocks_per_page
+        blocks = pages * g.blocks_per_page
         self.turn = requests_per_turn(g, pages, b.max_requests, False)
         device = b.page_table.device
         # Of two layers: the input of one is written while that of the last may still be read.
         self._inputs = torch.zeros((2, b.max_requests, hidden), dtype=dtype, device=device)
-        self._log_mass = torch.zeros((self.turn, g.kv_heads, g.group_size, self._blocks), device=device)
-        # One column more, for what is not chosen.
-        self._lists = torch.zeros((b.max_requests, g.kv_heads, self._blocks + 1), dtype=torch.int32, device=device)
+        self._log_mass = torch.zeros((self.turn, g.kv_heads, g.group_size, blocks), device=device)
+        self._expected = ExpectedWorkspace.create(self.turn, g.kv_heads, blocks, device)
+        self._lists = torch.zeros((b.max_requests, g.kv_heads, blocks), dtype=torch.int32, device=device)
         self._counts = torch.zeros((b.max_requests, g.kv_heads), dtype=torch.int32, device=device)
         self.totals = torch.zeros((decode.layers, len(TOTALS)), dtype=torch.int64, device=device)
         """`[layers, 2]` since start, see `TOTALS`."""
@@ -108,7 +109,7 @@ class Lookahead:
                 following,
                 b.page_table[: self._batch],
                 b.seq_lens[: self._batch],
-                self._lists[: self._batch, :, : self._blocks],
+                self._lists[: self._batch],
                 self._counts[: self._batch],
             )
         self._noted, self._fetched = None, following
@@ -129,28 +130,20 @@ class Lookahead:
             min_context=min_context,
             out=log_mass,
         )
-        index = torch.arange(self._blocks, device=seq_lens.device)
-        # The page that is being written is never looked up.
-        inside = index < ((seq_lens - 1) // g.page_size * g.blocks_per_page)[:, None]
-        blocks = page_table.long().repeat_interleave(g.blocks_per_page, 1) * g.blocks_per_page
-        blocks = torch.where(inside, blocks + index % g.blocks_per_page, 0)
-        absent = (cache.maps[layer].slot_map[:, blocks] < 0).transpose(0, 1) & inside[:, None]
-        shares = log_mass.masked_fill(~inside[:, None, None], float("-inf")).softmax(-1).mean(2)
-        # Short requests read everything.
-        shares = torch.where((seq_lens < min_context)[:, None, None], 1.0, shares.nan_to_num(0.0))
-        self._list(shares.masked_fill(~absent, -1.0), turn)
-
-    def _list(self, shares: torch.Tensor, turn: slice) -> None:
-        """Lists the largest of `shares` (`[b, Hkv, N]`), as far as they are above 0 and the budget goes."""
-        rows = shares.shape[0]
-        budget = min(max(1, self._budget * rows // self._batch), shares.numel())
-        best = shares.flatten().topk(budget, sorted=False)
-        chosen = torch.zeros_like(shares, dtype=torch.bool).flatten()
-        chosen = chosen.scatter_(0, best.indices, best.values > 0).view_as(shares)
-        place = torch.where(chosen, chosen.cumsum(-1) - 1, self._blocks)
-        index = torch.arange(self._blocks, dtype=torch.int32, device=shares.device).expand_as(shares)
-        self._lists[turn].scatter_(-1, place, index)
-        self._counts[turn] = chosen.sum(-1, dtype=torch.int32)
+        expected_blocks(
+            log_mass,
+            page_table,
+            seq_lens,
+            cache.maps[layer].slot_map,
+            # A turn's part of what the layer may fetch.
+            budget=max(1, self._budget * rows // self._batch),
+            page_size=g.page_size,
+            block_size=g.block_size,
+            min_context=min_context,
+            workspace=self._expected,
+            block_lists=self._lists[turn],
+            block_counts=self._counts[turn],
+        )
 
     def _count(self, layer: int) -> None:
         """Adds up what was prefetched for `layer`, once its misses have been fetched: what it read has this epoch's

@@ -30,13 +30,16 @@ class Projection:
     head_norm_eps: float = 0.0
     input_scale: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Queries `[T, heads, D]` of `x` `[T, hidden]`, in fp32."""
+    def before_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries `[T, heads, D]` of `x` `[T, hidden]` before the norm by head, in the weight's type."""
         x = x.to(self.weight.dtype)
         if self.input_scale is not None:
             x = x * self.input_scale
-        y = torch.nn.functional.linear(x, self.weight, self.bias)
-        y = y.unflatten(-1, (-1, self.head_dim)).float()
+        return torch.nn.functional.linear(x, self.weight, self.bias).unflatten(-1, (-1, self.head_dim))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries `[T, heads, D]` of `x` `[T, hidden]`, in fp32."""
+        y = self.before_norm(x).float()
         if self.head_norm is not None:
             y = y * (y.square().mean(-1, keepdim=True) + self.head_norm_eps).rsqrt() * self.head_norm
         return y

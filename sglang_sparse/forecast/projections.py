@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from sparse_kernels import rotated_heads
 
 from .model_parts import ModelParts
 from .projection import Projection
+from .protocol import Forecast
 
 
 class ProjectedForecast:
@@ -25,9 +27,40 @@ class ProjectedForecast:
         return layer in self.projections
 
     def vectors(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        rotary = self._parts.layers[layer].rotary
+        rotary, projection = self._parts.layers[layer].rotary, self.projections[layer]
         assert rotary is not None
-        return rotary(self.projections[layer](x).unflatten(1, (self._parts.kv_heads, self.per_head)), positions)
+        y = projection.before_norm(x)
+        out = torch.empty(y.shape, dtype=torch.float32, device=y.device)
+        rotated_heads(
+            y,
+            rotary.cos_sin,
+            positions,
+            interleaved=rotary.interleaved,
+            head_norm=projection.head_norm,
+            eps=projection.head_norm_eps,
+            out=out,
+        )
+        return out.unflatten(1, (self._parts.kv_heads, self.per_head))
+
+
+class OneVector:
+    """A forecast with the mean of its vectors for each KV head, as SparDA has one; see `Forecast`."""
+
+    per_head = 1
+
+    def __init__(self, forecast: Forecast) -> None:
+        self._forecast = forecast
+        self.name = f"{forecast.name}, one vector a KV head"
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._forecast
+
+    def vectors(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._forecast.vectors(layer, x, positions).mean(2, keepdim=True)
+
+    @property
+    def bytes(self) -> int:
+        return self._forecast.bytes
 
 
 def next_query(parts: ModelParts, layer: int) -> Projection:

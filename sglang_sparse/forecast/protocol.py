@@ -11,7 +11,8 @@ class Forecast(Protocol):
     """Guesses the queries of a layer from the input of the attention before it.
 
     The guess is a few vectors per KV head, one for each query head that shares it or one for all of them: blocks are
-    ranked by their attention. It is held to nothing, since it only decides what is prefetched.
+    ranked by their attention. It is held to nothing, since it only decides what is prefetched; not so in `chooser`, a
+    baseline.
     """
 
     name: str

@@ -12,7 +12,7 @@ from sparse_kernels.slot_maps import TOTALS
 from sglang_sparse import sglang_compat, support
 from sglang_sparse.backend import checked_geometry
 from sglang_sparse.forecast import lookahead
-from sglang_sparse.forecast.server import install_lookahead
+from sglang_sparse.forecast.server import install_forecasts
 from sglang_sparse.geometry import table_pages
 from sglang_sparse.offload import prefill_attention, shares
 from sglang_sparse.offload.decode import OffloadedDecode
@@ -55,7 +55,7 @@ class OffloadDecodeBackend(OwnPoolDecodeBackend):
             streams=streams,
             timed=sglang_compat.exports_metrics(model_runner),
         )
-        install_lookahead(model_runner.model, self.offloaded, options, [layer.scaling for layer in layers])
+        install_forecasts(model_runner.model, self.offloaded, options, [layer.scaling for layer in layers])
         self.prefill = self._staged = StagedPrefill(
             geometry,
             self.offloaded.host,
@@ -82,6 +82,8 @@ class OffloadDecodeBackend(OwnPoolDecodeBackend):
     def before_prefill(self) -> None:
         if self.offloaded.lookahead:
             self.offloaded.lookahead.begin(0)
+        if self.offloaded.chooser:
+            self.offloaded.chooser.begin(0)
 
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, `[slots, Hkv, D]`, copied together from the host pool: for checks."""

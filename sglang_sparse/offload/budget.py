@@ -41,6 +41,7 @@ class OffloadPoolConfigurator:
         context: tokens of the longest request.
         max_pages: pages that tables have room for.
         max_requests: requests that may run at once.
+        hidden_size: width of the model.
         device: where the steps run.
         on_error: called if what was asked for cannot be had; SGLang would print a traceback.
     """
@@ -55,6 +56,7 @@ class OffloadPoolConfigurator:
         context: int,
         max_pages: int,
         max_requests: int,
+        hidden_size: int = 0,
         device: torch.device | str = "cpu",
         on_error: Callable[[BaseException], NoReturn],
     ) -> None:
@@ -67,7 +69,13 @@ class OffloadPoolConfigurator:
             geometry, layers, summary, max_requests + EXTRA_ROWS, options.host_dtype == FLOAT8_HOST
         )
         self._step_bytes = memory.step_buffer_bytes(
-            options, geometry, layers=layers, max_pages=max_pages, max_requests=max_requests, device=device
+            options,
+            geometry,
+            layers=layers,
+            max_pages=max_pages,
+            max_requests=max_requests,
+            hidden_size=hidden_size,
+            device=device,
         )
         self._context = context
         self.sizes: OffloadSizes | None = None

@@ -95,6 +95,8 @@ class OffloadedDecode(OwnPoolDecode):
         self.offload.load(places, seq_lens, rows)
         if self.lookahead:
             self.lookahead.begin(batch)
+        if self.chooser:
+            self.chooser.begin(batch)
         # Of the entry of an open page nobody but estimators reads anything.
         point_at_rows(self.buffers.page_table[:batch], seq_lens, rows, self.geometry.page_size)
 

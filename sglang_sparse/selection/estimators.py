@@ -21,6 +21,7 @@ from sparse_kernels import (
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.selection.strided_mean import StridedMeanEstimator
 
 Summary = tuple[torch.Tensor, ...]
 """One layer's summaries; the first dimension of each tensor is the physical page."""
@@ -311,4 +312,6 @@ def make_estimator(options: SparseDecodeOptions, geometry: Geometry) -> Estimato
         return ExactEstimator(geometry)
     if options.estimator == "thumbnail":
         return ThumbnailEstimator(geometry, options.thumbnail_bits)
+    if options.estimator == StridedMeanEstimator.name:
+        return StridedMeanEstimator(geometry)
     return StatisticsEstimator(geometry, options.estimator)

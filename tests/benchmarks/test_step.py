@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.errors import BenchmarkError
 from benchmarks.kept_fractions import draw_kept
 from benchmarks.step import __main__ as command
 from benchmarks.step.case import StepCase, bytes_per_layer
@@ -85,3 +86,9 @@ def test_kernel_times_are_summed_by_name() -> None:
     assert "between kernels" in shown
     assert "2.50" in shown
     assert "no kernel" in kernel_table(*summarise([], 2))
+
+
+def test_a_forecast_that_selects_is_refused() -> None:
+    given = ["--sparse-decode", "--sparse-decode-preset", "sparda"]
+    with pytest.raises(BenchmarkError, match="--sparse-decode-select-by forecast: a step here has no model"):
+        command.main(given)

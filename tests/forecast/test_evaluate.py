@@ -17,7 +17,14 @@ from sglang_sparse.forecast.evaluation import ORACLE, TRUE, Tallies, evaluate_st
 from sglang_sparse.forecast.heads_file import write_heads
 from sglang_sparse.forecast.model_parts import parts_of_transformers
 from sglang_sparse.forecast.projections import folded_forecast, query_forecast
-from sglang_sparse.forecast.ranking import by_block_mean, by_page_mean, by_page_midpoint, by_thumbnail, mean_shares
+from sglang_sparse.forecast.ranking import (
+    by_block_mean,
+    by_page_mean,
+    by_page_midpoint,
+    by_thumbnail,
+    by_window_mean,
+    mean_shares,
+)
 from sglang_sparse.forecast.recording import Steps
 
 T, N, BLOCK = 12, 8, 4
@@ -97,6 +104,10 @@ def test_summaries_differ_in_what_they_tell_apart() -> None:
         assert torch.equal(by_four, by_four[..., :1].expand_as(by_four))
     of_page = torch.einsum("thrd,nhd->thrn", vectors, keys.unflatten(0, (-1, 16)).mean(1))
     torch.testing.assert_close(by_page_mean(16, 4)(vectors, keys, 1.0)[..., ::4], of_page)
+    # The windows that begin at 0, 16 and 32; two overlap each page of 32.
+    of_window = [torch.einsum("thrd,hd->thr", vectors, keys[n : n + 32].mean(0)) for n in (0, 16, 32)]
+    pages = torch.stack((torch.maximum(*of_window[:2]), torch.maximum(*of_window[1:])), -1)
+    torch.testing.assert_close(by_window_mean(32, 16)(vectors, keys, 1.0), pages.repeat_interleave(2, -1))
 
 
 QUICK = ("--context", "512", "--tokens", "8", "--gamma", "0.9")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "offload"))
 from test_decode import GEOMETRY, LAYERS, OPTIONS, SCALE, Pair
 
 from sglang_sparse import memory
+from sglang_sparse.forecast.chooser import ForecastChooser
 from sglang_sparse.forecast.lookahead import Lookahead, report
 from sglang_sparse.offload.ordering import OrderError, OrderLog
 from sglang_sparse.options import SparseDecodeOptions
@@ -75,6 +77,59 @@ def test_any_forecast_leaves_the_results_as_they_are(slots: int, number: int) ->
     assert (prefetched > 0) == (slots > 0)
     assert 0 <= used <= prefetched
     assert pair.lookahead.totals[0].tolist() == [0, 0]
+
+
+class Known(Noise):
+    """A forecast that depends on its input alone."""
+
+    def vectors(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        shape = (len(x), GEOMETRY.kv_heads, self.per_head, GEOMETRY.head_dim)
+        weight = torch.randn(HIDDEN, math.prod(shape[1:]), generator=torch.Generator().manual_seed(5))
+        return (x @ weight).view(shape)
+
+
+class Chosen(Ahead):
+    """On both sides the forecast chooses what is read; the offloaded side prefetches by it too."""
+
+    def __init__(self, slots: int, **options: Any) -> None:
+        super().__init__(Known(1), slots, select_by="forecast", **options)
+        choosers = []
+        for side in (self.plain, self.offloaded):
+            sizes: dict[str, Any] = {"max_requests": len(LENGTHS) + 1, "hidden": HIDDEN}
+            side.chooser = ForecastChooser(Known(1), GEOMETRY, dtype=torch.float32, device="cpu", **sizes)
+            choosers.append(side.chooser)
+        attend, inputs = self.plain.attend, torch.Generator().manual_seed(9)
+        prefetching = self.lookahead.note
+
+        def noting(layer: int, q: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if layer == 0:
+                choosers[0].begin(len(q))
+            self.x = torch.randn(len(q), HIDDEN, generator=inputs)
+            choosers[0].note(layer, self.x)
+            attend(layer, q, *args, **kwargs)
+
+        def note_both(layer: int, x: torch.Tensor) -> None:
+            prefetching(layer, self.x)
+            choosers[1].note(layer, self.x)
+
+        self.plain.attend = noting  # type: ignore[method-assign]
+        self.lookahead.note = note_both  # type: ignore[method-assign]
+
+
+STRIDED = {"estimator": "strided-mean", "rule": "top-k", "top_k": 0.4, "gamma": 0.975}
+
+
+@pytest.mark.parametrize(("slots", "options"), [(0, {"gamma": 0.8}), (7, STRIDED), (200, STRIDED)])
+def test_a_forecast_that_chooses_chooses_the_same_under_offload(slots: int, options: dict[str, Any]) -> None:
+    pair = Chosen(slots, **options)
+    for step in range(20):
+        pair.step([b for b in range(3 if step % 7 == 0 else 4) if b != step % 5])
+    prefetched, used = pair.totals
+    assert (used > 0) == (slots > 0)
+    assert used <= prefetched
+    if slots == 200:
+        first, second = pair.offloaded.cache.totals[:, 1].tolist()
+        assert second < first / 10, "what is chosen has been prefetched"
 
 
 def test_forecasts_that_are_no_numbers_do_no_harm() -> None:
@@ -200,5 +255,5 @@ def test_weights_and_buffers_are_reserved(tmp_path: Path) -> None:
 def test_buffers_are_those_that_are_reserved() -> None:
     pair = Ahead(Noise(GEOMETRY.group_size), 30)
     made = pair.lookahead
-    own = sum(t.nbytes for t in (made._log_mass, made._lists, made._counts))
+    own = sum(t.nbytes for t in (made._log_mass, made._lists, made._counts, *vars(made._expected).values()))
     assert own <= memory.forecast_bytes(GEOMETRY, pair.table.shape[1] // GEOMETRY.page_size, len(LENGTHS) + 1)

@@ -47,6 +47,26 @@ def block_mass_thumbnail(s: Sizes, bits: int, maxima: bool) -> None:
     )
 
 
+def block_score_strided(s: Sizes) -> None:
+    means = torch.zeros(s.pool_pages, s.kv_heads, s.page_size // 16, 1, s.head_dim, dtype=s.dtype)
+    inputs = (s.queries(), means, s.page_table(), s.seq_lens())
+    sk.block_score_strided(*inputs, **s.mass_sizes, out=s.masses())
+
+
+def expected_blocks(s: Sizes) -> None:
+    inputs = (s.masses(), s.page_table(), s.seq_lens(), s.maps().slot_map)
+    workspace = sk.ExpectedWorkspace.create(s.batch, s.kv_heads, s.capacity, "cpu")
+    lists = {"block_lists": s.lists(), "block_counts": s.counts()}
+    sk.expected_blocks(*inputs, budget=64, **s.plain, min_context=MIN_CONTEXT, workspace=workspace, **lists)
+
+
+def rotated_heads(s: Sizes, interleaved: bool, normed: bool, angles: int) -> None:
+    rng = {"positions": torch.zeros(s.batch, dtype=torch.int64), "cos_sin": torch.zeros(64, 2, angles)}
+    norm = torch.zeros(s.head_dim) if normed else None
+    out = s.queries().float()
+    sk.rotated_heads(s.queries(), **rng, interleaved=interleaved, head_norm=norm, eps=1e-5, out=out)
+
+
 def fused_top_delta(s: Sizes, bits: int, tail: bool, more: bool) -> None:
     workspace = sk.FusedWorkspace.create(
         s.kv_heads, s.group_size, s.head_dim, s.dtype, **s.plain, device="cpu", cells=s.cells
@@ -260,6 +280,12 @@ CASES = [
     case(block_mass_exact, "small", SMALL, False),
     case(block_mass_statistics, "mean", SMALL, "mean"),
     *(case(block_mass_statistics, kind, LLAMA, kind) for kind in ("mean-variance", "minmax")),
+    case(block_score_strided, "", replace(LLAMA, group_size=1, block_size=64)),
+    case(block_score_strided, "dim-96", PHI),
+    case(expected_blocks, "group-7", replace(QWEN, kv_heads=2)),
+    case(expected_blocks, "small", SMALL),
+    case(rotated_heads, "normed-dim-96", PHI, False, True, 48),
+    case(rotated_heads, "interleaved-part", SMALL, True, False, 16),
     case(sparse_attention, "all-blocks-small", SMALL, lists=False),
     case(sparse_attention, "lists", LLAMA, lists=True, lse=True),
     case(sparse_attention, "tail-group-7", QWEN, lists=True, tail=True, lse=True),

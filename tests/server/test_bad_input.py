@@ -89,6 +89,7 @@ FLAGS = [
 
 @pytest.mark.parametrize(("flags", "named"), FLAGS, ids=[flags for flags, _ in FLAGS])
 def test_flags_that_do_not_go_together(prepare: Any, capsys: pytest.CaptureFixture, flags: str, named: str) -> None:
+    harness.skip_unless_served(flags.split())
     assert_refused(prepare, capsys, ["--sparse-decode", *flags.split()], named)
 
 
