@@ -20,7 +20,7 @@ import sglang_sparse  # noqa: E402
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("error: give the model's folder")
-    device = {"device": "cpu", "mem_fraction_static": 0.3, "max_total_tokens": 16384} if ON_CPU else {}
+    device = {"device": "cpu", "mem_fraction_static": 0.5, "max_total_tokens": 16384} if ON_CPU else {}
     arguments = sglang_sparse.engine_kwargs(
         model_path=sys.argv[1],
         sparse_decode_gamma=0.95,

@@ -22,7 +22,7 @@ SERVER_FLAGS = (
     "--device",
     "cpu",
     "--mem-fraction-static",
-    "0.3",
+    "0.5",
     "--max-total-tokens",
     "16384",
     "--max-running-requests",
