@@ -26,8 +26,8 @@ if not torch.cuda.is_available():
 # At import, so that it comes before any test module imports SGLang; child processes inherit it.
 cpu.activate()
 
-# Threads that share cores with those of another worker mostly wait for each other.
-if "PYTEST_XDIST_WORKER" in os.environ:
+# Tensors are small, and the threads of several servers on few cores mostly wait for each other. Servers inherit it.
+if not torch.cuda.is_available():
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -11,11 +11,10 @@ from functools import partial
 
 import torch
 from sparse_kernels import block_score_strided, block_score_strided_reference, block_statistics
+from sparse_kernels.block_score_strided import STRIDE
 
 from .block_mass import mass_arguments
 from .common import Measurement, Suite, check_close, time_in_turn
-
-STRIDE = 16
 
 
 def run(suite: Suite) -> Iterator[Measurement]:

@@ -16,6 +16,29 @@ from .common import Measurement, Suite, time_in_turn
 BUDGET_BYTES = 8 << 20
 
 
+EDGE_SHARE = 0.01
+"""Of the chosen blocks: how many may be others, for rounding moves shares from bin to bin."""
+
+
+def _chosen(block_lists: torch.Tensor, block_counts: torch.Tensor, **_: object) -> torch.Tensor:
+    """`[B, Hkv, N]` bool."""
+    places = torch.arange(block_lists.shape[2], device=block_lists.device)
+    listed = places < block_counts[:, :, None]
+    # What lies behind a list's end goes into a column of its own.
+    target = torch.where(listed, block_lists, block_lists.shape[2]).long()
+    mask = torch.zeros((*block_lists.shape[:2], block_lists.shape[2] + 1), dtype=torch.bool, device=places.device)
+    return mask.scatter_(2, target, True)[:, :, :-1]
+
+
+def _check(case: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    others = int((found & ~expected).sum())
+    if found.sum() != expected.sum() or others > EDGE_SHARE * expected.sum():
+        raise RuntimeError(
+            f"expected_blocks {case}: {int(found.sum())} blocks, {others} of them others than the reference's "
+            f"{int(expected.sum())}"
+        )
+
+
 def run(suite: Suite) -> Iterator[Measurement]:
     """Measures every batch size and context, with a vector for each query head and with one for each KV head."""
     rng = torch.Generator(suite.device).manual_seed(5)
@@ -43,9 +66,8 @@ def run(suite: Suite) -> Iterator[Measurement]:
                 results.append((inputs, outputs))
             calls[0]()
             inputs, outputs = results[0]
-            counts = torch.zeros_like(outputs["block_counts"])
-            expected_blocks_reference(*inputs, **sizes, **{**outputs, "block_counts": counts})
-            if counts.sum() != outputs["block_counts"].sum():
-                raise RuntimeError(f"expected_blocks B={size} context={context}: {int(counts.sum())} blocks expected")
+            expected = {name: torch.zeros_like(outputs[name]) for name in ("block_lists", "block_counts")}
+            expected_blocks_reference(*inputs, **sizes, **{**outputs, **expected})
+            _check(f"B={size} context={context}", _chosen(**outputs), _chosen(**expected))
             seconds = time_in_turn(calls)
             yield Measurement("expected_blocks", f"{vectors} a head", size, context, None, seconds, read)

@@ -13,7 +13,11 @@ from sglang_sparse.calibrate.errors import CalibrationError
 from sglang_sparse.support import HEAD_DIMS, MAX_GROUP_SIZE
 
 ARCHITECTURES = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"),
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "GemmaForCausalLM",
 )
 """What the harness runs. The server knows more: the harness replaces transformers' attention, not SGLang's."""
 

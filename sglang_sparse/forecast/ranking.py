@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from sparse_kernels import thumbnail
+from sparse_kernels.block_score_strided import STRIDE
 from sparse_kernels.thumbnail import unpack_codes
 
 Masses = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -33,13 +34,12 @@ def _by_mean(tokens: int, blocks: int) -> Masses:
 def by_window_mean(page: int, block: int) -> Masses:
     """As SparDA: the largest product with the mean of one of the windows of 32 keys, at stride 16, that overlap a page:
     its blocks are alike."""
-    stride = 16
 
     def masses(vectors: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-        means = keys.float().unflatten(0, (-1, stride)).mean(1)
+        means = keys.float().unflatten(0, (-1, STRIDE)).mean(1)
         scores = torch.einsum("thrd,nhd->thrn", vectors, means) * scale
         windows = torch.nn.functional.pad((scores[..., :-1] + scores[..., 1:]) / 2, (1, 1), value=float("-inf"))
-        return windows.unfold(-1, page // stride + 1, page // stride).amax(-1).repeat_interleave(page // block, -1)
+        return windows.unfold(-1, page // STRIDE + 1, page // STRIDE).amax(-1).repeat_interleave(page // block, -1)
 
     return masses
 

@@ -10,12 +10,13 @@ from sparse_kernels import block_score_strided, block_statistics
 from sparse_kernels.block_score_strided import STRIDE
 
 from sglang_sparse.geometry import Geometry
+from sglang_sparse.selection_options import STRIDED_MEAN
 
 
 class StridedMeanEstimator:
     """Keeps the means of 16 keys, of which windows of 32 are made while scoring; see `Estimator`."""
 
-    name = "strided-mean"
+    name = STRIDED_MEAN
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry

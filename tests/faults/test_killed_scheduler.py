@@ -54,8 +54,7 @@ def test_a_server_ends_with_its_scheduler_and_leaves_nothing(
     model: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     harness.skip_unless_served(flags)
-    # Threads that share the cores with those of other tests wait for each other most of the time.
-    with harness.Server(model, *FLAGS, *flags, log=tmp_path / "server.log", OMP_NUM_THREADS="1") as server:
+    with harness.Server(model, *FLAGS, *flags, log=tmp_path / "server.log") as server:
         main = psutil.Process(server.process.pid)
         processes = [main, *main.children(recursive=True)]
         shared = shared_files(processes)

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    torch.set_num_threads(1)
-
 
 def pytest_configure(config: pytest.Config) -> None:
     # The interpreter computes in numpy, which warns of the logarithm of an empty block and of the infinities that tests

@@ -51,8 +51,7 @@ SPLIT = ("--sparse-decode-kv-format", "split")
 
 @pytest.fixture(scope="module", params=[(), OFFLOAD, SPLIT], ids=["resident", "offloaded", "split"])
 def server(request: pytest.FixtureRequest, start_server: Any, random_llama: Path) -> Any:
-    # Threads that share the cores with those of other tests wait for each other most of the time.
-    return start_server(random_llama, *FLAGS, *request.param, OMP_NUM_THREADS="1")
+    return start_server(random_llama, *FLAGS, *request.param)
 
 
 def assert_no_trace(server: Any) -> dict[str, Any]:

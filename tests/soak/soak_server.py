@@ -33,7 +33,7 @@ _COMPLAINTS = ("leak", "double free", "use-after-free", "Traceback", "Scheduler 
 
 
 def start(model: Path, mode: str, log: Path) -> harness.Server:
-    # Threads that share the cores with those of other tests wait for each other most of the time.
+    # As tests/conftest.py has it; `make soak` runs without pytest.
     return harness.Server(model, *_FLAGS, *MODES[mode], log=log, OMP_NUM_THREADS="1")
 
 
