@@ -25,15 +25,15 @@ def check_selection(options: SparseDecodeOptions) -> None:
 
 
 def _check_strided_mean(options: SparseDecodeOptions) -> None:
-    name = f"{flag('estimator')} {STRIDED_MEAN}"
+    name = flag("estimator")
     if options.rule not in ("top-k", "all"):
         raise OptionsError(
-            f"{name} ranks blocks and estimates no mass, which {flag('rule')} {options.rule} needs: "
+            f"{name} strided-mean ranks blocks and estimates no mass, which {flag('rule')} {options.rule} needs: "
             f"use {flag('rule')} top-k, or another estimator"
         )
     if options.block_size not in STRIDED_BLOCK_SIZES:
         raise OptionsError(
-            f"{name} does not go with {flag('block_size')} {options.block_size}: "
+            f"{name} strided-mean does not go with {flag('block_size')} {options.block_size}: "
             f"use one of {', '.join(map(str, STRIDED_BLOCK_SIZES))}"
         )
 
