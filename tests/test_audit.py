@@ -254,6 +254,26 @@ def test_a_step_that_never_ran_is_dropped() -> None:
     assert len(arrived(audit)) == 1, "the second step's tap was empty"
 
 
+def test_samples_on_their_way_are_waited_for_only_when_asked() -> None:
+    """As on a GPU, where the last step's sample is still being measured when the server falls idle."""
+
+    class Late:
+        done = False
+
+        def query(self) -> bool:
+            return self.done
+
+        def synchronize(self) -> None:
+            self.done = True
+
+    audit = make_audit(Simulation(lengths(), make_options(), DEVICE), Chosen(0, 3))
+    audit._arriving.extend((layer, torch.tensor([0.5, 0.75]), Late()) for layer in (0, 1))
+    audit.before_step(0)
+    assert audit.report()["samples"] == 0
+    audit.settle()
+    assert audit.take_unread() == [(0, [0.5, 0.75]), (1, [0.5, 0.75])]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", CHOICES, ids=str)
 def test_replays_of_a_captured_step_are_audited_without_waiting(changes: dict) -> None:

@@ -30,6 +30,18 @@ LABELS = {"model_name": "tiny", "tp_rank": "0"}
 LAYERS = 3
 
 
+class Audit(CoverageHistory):
+    """What arrived, and samples that the device has not finished."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.on_their_way: list[tuple[int, list[float]]] = []
+
+    def settle(self) -> None:
+        while self.on_their_way:
+            self.add(*self.on_their_way.pop(0))
+
+
 class Exported:
     """A decode step of three layers, the first dense, with an exporter, a clock to turn by hand, and a registry."""
 
@@ -38,7 +50,7 @@ class Exported:
         self.step = DecodeStep(
             made, GEOMETRY, layers=LAYERS, pages=9, max_requests=4, max_pages=8, device="cpu", timed=True
         )
-        self.audit = CoverageHistory(None)
+        self.audit = Audit()
         self.now = 0.0
         self.registry = CollectorRegistry()
         backend: Any = SimpleNamespace(step=self.step, audit=self.audit)
@@ -129,6 +141,15 @@ def test_audit_samples_become_observations_at_once() -> None:
     assert made.value("coverage_bucket", layer="2", le="0.94") == 4
     assert made.value("coverage_count", layer="1") == 0, "a sparse layer without samples is there, at zero"
     assert made.value("coverage_count", layer="0") is None, "a dense layer is not audited"
+
+
+def test_audit_samples_on_their_way_are_waited_for_when_idle_and_never_between_steps() -> None:
+    made = Exported()
+    made.audit.on_their_way.append((2, [0.93, 0.55]))
+    made.exporter.after_step(made.reporter)
+    assert made.value("coverage_count", layer="2") == 0
+    made.exporter.when_idle(made.reporter)
+    assert made.value("coverage_count", layer="2") == 2
 
 
 def test_nothing_is_made_while_metrics_are_off() -> None:

@@ -2,7 +2,7 @@
 
 A sampled step is tapped in one layer for one request: the rule's kernel copies its lists and the queries aside. Before
 anything overwrites the keys that the step saw, all of them are read once, and the share of the attention mass that lay
-in the chosen blocks is computed. Output is never changed, and the host never waits for the device.
+in the chosen blocks is computed. Output is never changed, and between steps the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -92,6 +92,13 @@ class CoverageAudit:
     def take_unread(self) -> list[tuple[int, list[float]]]:
         """Layer and coverage of each KV head of the samples that arrived since the last call."""
         return self._history.take_unread()
+
+    def settle(self) -> None:
+        """Waits for the samples that are on their way. To be called when the server falls idle, not between steps."""
+        for _, _, event in self._arriving:
+            if event is not None:
+                event.synchronize()
+        self._collect()
 
     def report(self) -> dict[str, Any]:
         """The `audit` block of `/server_info`; JSON types only. Does not wait for samples that are on their way."""

@@ -127,10 +127,12 @@ class Metrics:
             for layer in step.sparse_layers:
                 self._coverage.touch(layer=layer)
 
-    def export_audit(self) -> None:
-        """Adds the audit's samples since the last call."""
+    def export_audit(self, wait: bool) -> None:
+        """Adds the audit's samples since the last call; with `wait`, those that are on their way, too."""
         if self._audit is None:
             return
+        if wait:
+            self._audit.settle()
         for layer, coverage in self._audit.take_unread():
             for value in coverage:
                 self._coverage.record(value, layer=layer)
@@ -211,7 +213,7 @@ class MetricsExporter:
         try:
             if self._metrics is None:
                 self._metrics = Metrics(self._backend, reporter)
-            self._metrics.export_audit()
+            self._metrics.export_audit(wait)
             if counters:
                 self._metrics.export_counters(wait)
         except Exception:

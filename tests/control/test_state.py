@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_decode_step import DEVICE, LAYERS, Simulation, lengths
+from test_decode_step import DEVICE, DTYPE, LAYERS, Simulation, lengths
 
 from sglang_sparse.control.request import KEEP_ALL
 from sglang_sparse.control.state import DecodeControl
@@ -25,6 +25,8 @@ RULES = [
     {"rule": "top-delta", "delta": 0.1, "path": "fused"},
 ]
 ROWS = [0, 1, 2, 3]
+# The fused pass and lists add the same blocks up in another order.
+TOLERANCE = {} if torch.float32 == DTYPE else {"atol": 5e-3, "rtol": 1.6e-2}
 
 
 def make_options(**changes: Any) -> SparseDecodeOptions:
@@ -56,7 +58,7 @@ def test_switched_off_every_request_reads_everything_from_the_next_step(changes:
     sim.step.control.change({"enabled": False})
     # A request's own gamma does not outlast the switch either.
     sim.step.control.announce([0.1, None, 0.1, None])
-    torch.testing.assert_close(step(sim, 1), step(dense, 1))
+    torch.testing.assert_close(step(sim, 1), step(dense, 1), **TOLERANCE)
     assert kept(sim) == [1, 1, 1, 1]
     sim.step.control.change({"enabled": True})
     sim.step.control.announce([])

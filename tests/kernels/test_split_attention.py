@@ -101,7 +101,7 @@ def test_long_rows_over_many_programs():
 
 
 def test_refuses():
-    case = make_paged_case([20], device="cpu")
+    case = make_paged_case([20])
     lists, counts = random_block_lists(case, 1.0)
     keys = split_keys(case)
     out = torch.empty_like(case.q)
