@@ -30,6 +30,10 @@ CUDA_FLAGS = (
 )
 ON_CUDA = torch.cuda.is_available()
 START_SECONDS = 300
+# KV of CUDA servers is fp16: models of tests have fp32 weights, which SGLang then takes as fp16.
+KV_ITEM_BYTES = 2 if ON_CUDA else 4
+# How sure a model must be of a token, in nats, for another way of adding up in 16 bits not to change it.
+SURE = 0.05 if ON_CUDA else 0.0
 
 
 def free_port() -> int:
@@ -105,17 +109,22 @@ class Server:
     def post(self, path: str, body: dict[str, Any], **kwargs: Any) -> requests.Response:
         return requests.post(f"{self.url}{path}", json=body, timeout=600, **kwargs)
 
-    def generate(self, prompt: list[int] | str, tokens: int, **sampling: Any) -> dict[str, Any]:
-        """Greedy generation from token ids or text."""
+    def generate(
+        self, prompt: list[int] | str, tokens: int, *, margins: bool = False, **sampling: Any
+    ) -> dict[str, Any]:
+        """Greedy generation from token ids or text; with `margins`, as `assert_same_answers` expects them."""
         key = "text" if isinstance(prompt, str) else "input_ids"
         params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling}
-        response = self.post("/generate", {key: prompt, "sampling_params": params})
+        logprobs = {"return_logprob": True, "top_logprobs_num": 2} if margins else {}
+        response = self.post("/generate", {key: prompt, "sampling_params": params, **logprobs})
         response.raise_for_status()
         return response.json()
 
-    def generate_many(self, prompts: list[list[int]], tokens: int, at_once: int) -> list[dict[str, Any]]:
+    def generate_many(
+        self, prompts: list[list[int]], tokens: int, at_once: int, *, margins: bool = False
+    ) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(at_once) as pool:
-            return list(pool.map(lambda prompt: self.generate(prompt, tokens), prompts))
+            return list(pool.map(lambda prompt: self.generate(prompt, tokens, margins=margins), prompts))
 
     def chat(self, content: str, tokens: int) -> str:
         body = {
@@ -146,6 +155,22 @@ class Server:
                 return info
             time.sleep(0.5)
         raise AssertionError(f"requests are still in the pool: {check}\n{self.tail()}")
+
+
+def assert_same_answers(answers: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    """Greedy answers have the same tokens. On a GPU an answer may part from the expected one, which was asked for with
+    `margins`, at a token of which the model was not sure; what comes after is another text and not compared."""
+    compared = 0
+    for number, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
+        got, tokens = answer["output_ids"], wanted["output_ids"]
+        assert len(got) == len(tokens)
+        parted = next((place for place, pair in enumerate(zip(got, tokens, strict=True)) if pair[0] != pair[1]), None)
+        compared += len(tokens) if parted is None else parted
+        if parted is not None:
+            best, second = wanted["meta_info"]["output_top_logprobs"][parted][:2]
+            margin = best[0] - second[0]
+            assert margin < SURE, f"answer {number}, token {parted}: {got[parted]} for {tokens[parted]}, {margin} nats"
+    assert compared > sum(len(wanted["output_ids"]) for wanted in expected) / 4, "too little could be compared"
 
 
 def skip_unless_served(flags: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import command, environment, free_port, skip_unless_served
+from harness import KV_ITEM_BYTES, assert_same_answers, command, environment, free_port, skip_unless_served
 from random_model import write_random_model
 from test_offload import FLAGS, OFFLOAD, prompts
 
@@ -19,7 +19,7 @@ from sglang_sparse.forecast.projections import folded_forecast
 
 pytestmark = pytest.mark.server
 
-FEW_SLOTS = ("--sparse-decode-hot-cache", "0.0004")
+FEW_SLOTS = ("--sparse-decode-hot-cache", f"{0.0001 * KV_ITEM_BYTES:.4f}")
 FORECAST = "--sparse-decode-forecast"
 
 
@@ -47,20 +47,20 @@ def noise(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def resident_answers(start_server: Any, model: Path) -> list[list[int]]:
+def resident_answers(start_server: Any, model: Path) -> list[dict[str, Any]]:
     server = start_server(model, *FLAGS)
-    return [answer["output_ids"] for answer in server.generate_many(prompts(), tokens=40, at_once=8)]
+    return server.generate_many(prompts(), tokens=40, at_once=8, margins=True)
 
 
 @pytest.mark.parametrize("forecast", ["none", "query", "noise"])
 def test_same_tokens_with_any_forecast(
-    forecast: str, start_server: Any, model: Path, noise: Path, resident_answers: list[list[int]]
+    forecast: str, start_server: Any, model: Path, noise: Path, resident_answers: list[dict[str, Any]]
 ) -> None:
     choice = str(noise) if forecast == "noise" else forecast
     server = start_server(model, *FLAGS, *OFFLOAD, *FEW_SLOTS, FORECAST, choice)
     server.generate(prompts()[3], 4)
     answers = server.generate_many(prompts(), tokens=40, at_once=8)
-    assert [answer["output_ids"] for answer in answers] == resident_answers
+    assert_same_answers(answers, resident_answers)
     info = server.idle_info()
     offload, check = info["offload"], info["self_check"]
     assert check["stale_pages"] == check["wrong_slots"] == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import command, environment, free_port, skip_unless_served
+from harness import KV_ITEM_BYTES, assert_same_answers, command, environment, free_port, skip_unless_served
 
 pytestmark = pytest.mark.server
 
@@ -18,7 +18,8 @@ FLAGS = (
     *("--max-total-tokens", "4096"),
 )
 OFFLOAD = ("--sparse-decode-offload", "--sparse-decode-host-memory", "0.2")
-HOT_CACHES = {"no slots": ("0",), "few slots": ("0.0002",), "ample": ()}
+FEW_SLOTS = f"{0.00005 * KV_ITEM_BYTES:.4f}"
+HOT_CACHES = {"no slots": ("0",), "few slots": (FEW_SLOTS,), "ample": ()}
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -34,27 +35,27 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def resident_answers(start_server: Any, random_llama: Path) -> list[list[int]]:
+def resident_answers(start_server: Any, random_llama: Path) -> list[dict[str, Any]]:
     server = start_server(random_llama, *FLAGS)
-    return [answer["output_ids"] for answer in server.generate_many(prompts(), tokens=80, at_once=8)]
+    return server.generate_many(prompts(), tokens=80, at_once=8, margins=True)
 
 
 @pytest.mark.parametrize("hot", HOT_CACHES)
 def test_same_tokens_with_any_hot_cache(
-    hot: str, start_server: Any, random_llama: Path, resident_answers: list[list[int]]
+    hot: str, start_server: Any, random_llama: Path, resident_answers: list[dict[str, Any]]
 ) -> None:
     size = HOT_CACHES[hot]
     server = start_server(random_llama, *FLAGS, *OFFLOAD, *(("--sparse-decode-hot-cache", *size) if size else ()))
     server.generate(prompts()[3], 4)
     answers = server.generate_many(prompts(), tokens=80, at_once=8)
-    assert [answer["output_ids"] for answer in answers] == resident_answers
+    assert_same_answers(answers, resident_answers)
     # The prefix is found although none of it needs to be on the GPU.
     assert sum(answer["meta_info"]["cached_tokens"] for answer in answers) > 500
     info = server.idle_info()
     offload, check = info["offload"], info["self_check"]
     assert check["stale_pages"] == check["wrong_slots"] == 0
     assert offload["misses"] > 0
-    assert offload["missed_bytes"] == offload["misses"] * 16 * 2 * 64 * 4
+    assert offload["missed_bytes"] == offload["misses"] * 16 * 2 * 64 * KV_ITEM_BYTES
     if hot == "no slots":
         assert offload["hits"] == 0
         assert offload["direct"] == offload["misses"]
@@ -66,11 +67,11 @@ def test_same_tokens_with_any_hot_cache(
 
 
 def test_float8_in_the_host_answers_alike_with_and_without_slots(
-    start_server: Any, random_llama: Path, resident_answers: list[list[int]]
+    start_server: Any, random_llama: Path, resident_answers: list[dict[str, Any]]
 ) -> None:
     """Decoding is exact: where a block is read from changes nothing. A miss reads half the bytes."""
     answers = []
-    for size in ("0", "0.0002"):
+    for size in ("0", FEW_SLOTS):
         server = start_server(
             random_llama,
             *(*FLAGS, *OFFLOAD, "--sparse-decode-host-dtype", "fp8_e4m3", "--sparse-decode-hot-cache", size),
