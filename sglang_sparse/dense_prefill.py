@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
+from sglang_sparse.dense_attention import DenseAttention, TorchDense
 from sglang_sparse.geometry import Geometry
 
 
@@ -54,6 +54,7 @@ def attend_to_prefixes(
     scale: float,
     out: torch.Tensor,
     replace_keys: Callable[[int, torch.Tensor], None] | None = None,
+    attention: DenseAttention | None = None,
 ) -> None:
     """Causal attention of the new tokens over prefixes and themselves, request by request.
 
@@ -67,7 +68,9 @@ def attend_to_prefixes(
         out: `[T, Hq, D]`, written.
         replace_keys: called with a request's number and the keys of its new tokens, `[Hkv, new, D]`, which it may
             replace by what is kept of them.
+        attention: of one request; torch's unless given.
     """
+    attention = attention or TorchDense()
     first = 0
     for r, (prefix, extend) in enumerate(lengths):
         own = slice(first, first + extend)
@@ -77,14 +80,5 @@ def attend_to_prefixes(
         both[0, :, prefix:], both[1, :, prefix:] = k[own].transpose(0, 1), v[own].transpose(0, 1)
         if replace_keys is not None:
             replace_keys(r, both[0, :, prefix:])
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            q[own].transpose(0, 1)[None],
-            both[0][None],
-            both[1][None],
-            attn_mask=causal_lower_right(extend, prefix + extend) if prefix else None,
-            is_causal=not prefix,
-            scale=scale,
-            enable_gqa=geometry.group_size > 1,
-        )
-        out[own] = attended[0].transpose(0, 1)
+        attention(q[own], both[0], both[1], scale=scale, out=out[own])
         first += extend

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import io
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from sglang_sparse.options import OptionsError
 from .errors import ForecastError
 
 PROGRAM = "sglang_sparse.forecast.train"
+LINE_EVERY = 10
+"""Steps between lines of progress where the standard error is no terminal."""
 HELP = """Trains heads that name the blocks the next layer will read, for --sparse-decode-forecast FILE. The model stays
 as it is. Interrupted, the same command goes on from the last checkpoint, which is beside the output, to the same
 result."""
@@ -129,11 +132,18 @@ def run(args: argparse.Namespace) -> int:
         trainer = Trainer(args.model, sequences, recipe, device=device, checkpoint=checkpoint)
         if trainer.progress.step:
             print(f"going on after step {trainer.progress.step} of {checkpoint}", file=sys.stderr)
+        first, started = trainer.progress.step, time.monotonic()
         with tqdm(total=args.steps, initial=trainer.progress.step, unit="step", disable=None) as bar:
 
             def show(loss: float) -> None:
-                bar.set_postfix(loss=f"{loss:.4f}", recall=f"{trainer.progress.recalls[-1][1]:.3f}", refresh=False)
+                found, done = trainer.progress.recalls[-1][1], trainer.progress.step
+                bar.set_postfix(loss=f"{loss:.4f}", recall=f"{found:.3f}", refresh=False)
                 bar.update()
+                # In a log file, which has no bar.
+                if bar.disable and done % LINE_EVERY == 0:
+                    pace = (time.monotonic() - started) / (done - first)
+                    line = f"step {done} of {args.steps}, {pace:.2f} s each: loss {loss:.4f}, recall {found:.3f}"
+                    print(line, file=sys.stderr, flush=True)
 
             trainer.run(save_every=args.save_every, after_step=show)
     except torch.OutOfMemoryError:

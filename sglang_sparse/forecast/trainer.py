@@ -158,7 +158,8 @@ class Trainer:
     def step(self) -> float:
         """One step of the optimiser; its loss, mean over layers. All it draws follows from its number."""
         recipe, number = self.recipe, self.progress.step
-        losses = dict.fromkeys(self._layers, 0.0)
+        # Read at the end of the step: each reading waits for the device.
+        losses = {layer: torch.zeros((), device=self.device) for layer in self._layers}
         self._optimiser.zero_grad(set_to_none=True)
         for place in range(recipe.batch):
             index = self._order(number * recipe.batch + place)
@@ -170,16 +171,17 @@ class Trainer:
             # Layers learn on their own: a large gradient in one is no reason to hold the others back.
             torch.nn.utils.clip_grad_norm_([tensor for tensor in pair if tensor is not None], recipe.clip)
         self._optimiser.step()
-        for layer, loss in losses.items():
+        by_layer = torch.stack(list(losses.values())).tolist()
+        for layer, loss in zip(losses, by_layer, strict=True):
             self.progress.layer_losses[layer].append(loss)
-        mean = sum(losses.values()) / len(losses)
+        mean = sum(by_layer) / len(by_layer)
         self.progress.losses.append(mean)
         self.progress.step += 1
         return mean
 
     def _learn(
         self,
-        losses: dict[int, float],
+        losses: dict[int, torch.Tensor],
         total: int,
         layer: int,
         true: torch.Tensor,
@@ -190,7 +192,7 @@ class Trainer:
         """Adds the gradient and the loss of some of a sequence's `total` queries."""
         loss = divergence(true, guess, valid, self.recipe.top) * (queries / total / self.recipe.batch)
         loss.backward()
-        losses[layer] += loss.item()
+        losses[layer] += loss.detach()
 
     def _order(self, place: int) -> int:
         """Which sequence is the `place`-th: each epoch has an order of its own."""

@@ -12,16 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_sparse.dense_attention import TOLERANCE, flash_functions
 from sglang_sparse.dense_prefill import attend_to_prefixes
 from sglang_sparse.geometry import Geometry
 
 logger = logging.getLogger(__name__)
-
-FLASH_BACKEND = "fa3"
-"""The name that SGLang has for it; any other prefill backend leaves prefill to torch."""
-
-TOLERANCE = 2e-2
-"""Of a difference between the two kinds on normal numbers in bfloat16."""
 
 
 class PrefillAttention(Protocol):
@@ -204,13 +199,7 @@ def choose(geometry: Geometry, device: torch.device | str, backend: str) -> Pref
 
 
 def _flash_attention(geometry: Geometry, device: torch.device, backend: str) -> FlashAttention:
-    if backend != FLASH_BACKEND:
-        raise ValueError(f"the prefill backend is {backend}, not {FLASH_BACKEND}")
-    if geometry.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"the model is of {geometry.dtype}")
-    from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
-    made = FlashAttention(geometry, flash_attn_with_kvcache, flash_attn_varlen_func)
+    made = FlashAttention(geometry, *flash_functions(geometry, backend))
     difference = compare(made, TorchAttention(geometry), geometry, device)
     if not difference <= TOLERANCE:
         raise RuntimeError(f"it differs from torch by {difference:.3g}")

@@ -11,9 +11,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_sparse import sglang_compat, support
 from sglang_sparse.backend import checked_geometry
+from sglang_sparse.dense_attention import choose_dense
 from sglang_sparse.geometry import table_pages
 from sglang_sparse.options import SparseDecodeOptions
-from sglang_sparse.own_pool_backend import OwnPoolDecodeBackend
+from sglang_sparse.own_pool_backend import OwnPoolDecodeBackend, OwnPoolPrefillBackend
 from sglang_sparse.self_check import SELF_CHECK_VARIABLE
 from sglang_sparse.split.decode import SplitDecode
 from sglang_sparse.split.kv_pool import SplitKVPool
@@ -50,7 +51,7 @@ class SplitDecodeBackend(OwnPoolDecodeBackend):
             keeps_copies=os.environ.get(SELF_CHECK_VARIABLE) == "1",
             timed=sglang_compat.exports_metrics(model_runner),
         )
-        self.prefill = SplitPrefill(self.split, staging_tokens=width)
+        self.prefill = self._together = SplitPrefill(self.split, staging_tokens=width)
         self.audit = None
         self._prefill_backend: Any = None
         shape = pool.shape
@@ -66,6 +67,11 @@ class SplitDecodeBackend(OwnPoolDecodeBackend):
             self.split.open_keys.nbytes / 1e9,
             shape.staging_bytes(width) / 1e9,
         )
+
+    def make_prefill(self, name: str) -> OwnPoolPrefillBackend:
+        """As `OwnPoolDecodeBackend.make_prefill`; chooses what attends."""
+        self._together.attention = choose_dense(self.step.geometry, self.kv_pool.device, name)
+        return super().make_prefill(name)
 
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, `[slots, Hkv, D]`: for checks, which need the copies of keys."""

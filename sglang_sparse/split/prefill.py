@@ -7,6 +7,7 @@ import math
 import torch
 from sparse_kernels import split_dequantise
 
+from sglang_sparse.dense_attention import DenseAttention, TorchDense
 from sglang_sparse.dense_prefill import PrefillBatch, attend_to_prefixes
 from sglang_sparse.split.decode import SplitDecode
 
@@ -32,6 +33,7 @@ class SplitPrefill:
             2 * staging_tokens * g.kv_heads * g.head_dim, dtype=g.dtype, device=decode.open_keys.device
         )
         """Keys and values of one request at a time."""
+        self.attention: DenseAttention = TorchDense()
         self._batch: PrefillBatch | None = None
 
     def begin(self, batch: PrefillBatch) -> None:
@@ -92,6 +94,7 @@ class SplitPrefill:
             scale=scale,
             out=out,
             replace_keys=replace_keys,
+            attention=self.attention,
         )
 
     def end(self) -> None:

@@ -72,6 +72,15 @@ class Interruption:
         monkeypatch.setattr(Trainer, "step", stepping)
 
 
+def test_a_log_file_gets_lines_of_progress(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(train, "LINE_EVERY", 2)
+    assert run(folder, data, tmp_path / "heads.safetensors") == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [line.split(",")[0] for line in lines] == ["step 2 of 5", "step 4 of 5"]
+
+
 def test_interrupted_and_resumed_is_uninterrupted(
     folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

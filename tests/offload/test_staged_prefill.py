@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_sparse import dense_prefill
+from sglang_sparse import dense_attention
 from sglang_sparse.dense_prefill import PrefillBatch
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.decode import OffloadedDecode
@@ -192,7 +192,7 @@ def test_a_prefix_is_copied_once() -> None:
 
     with pytest.MonkeyPatch.context() as patch, Allocations():
         # Its mask is a tensor that cannot be made under a dispatch mode.
-        patch.setattr(dense_prefill, "causal_lower_right", lambda *_: None)
+        patch.setattr(dense_attention, "causal_lower_right", lambda *_: None)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
         pools.prefill.attend(0, q, k, v, scale=SCALE, out=torch.empty_like(q))
     large = sum(each for each in before_attention if each >= bytes_of_prefix // 2)
