@@ -180,6 +180,7 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     """Raises OptionsError if the model, or a layer that the options name, rules out sparse decode."""
     compat.resolve(server_args)
     support.check_resolved(server_args)
+    support.warn_without_graphs(server_args)
     model_config = compat.model_config(server_args)
     support.check_model(model_config)
     shape = compat.model_shape(model_config)

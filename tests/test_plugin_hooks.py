@@ -1,4 +1,4 @@
-"""Hooks of the plugin take their place whatever another plugin did to SGLang's functions, and wherever these are used."""
+"""Hooks of the plugin take their place whatever another plugin did to SGLang's functions, wherever these are used."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_another_plugins_hook_is_not_taken_for_ours(module: Any) -> None:
 
 
 STALE = """
-import json, pkgutil, sys
+import json, pkgutil, sys, types
 from sglang_sparse import hook_targets
 
 # Everything that might take a function by `from ... import` is imported before the hooks are applied.
@@ -77,6 +77,10 @@ originals = {}
 for target in targets:
     owner, _, name = target.rpartition(".")
     originals[target] = vars(pkgutil.resolve_name(owner))[name]
+
+# SGLang 0.5.17 takes none of them so: a module that does.
+taker = sys.modules["taker"] = types.ModuleType("taker")
+taker.create = originals[hook_targets.CREATE_POOL_CONFIGURATOR]
 
 from sglang.srt.plugins import load_plugins
 
