@@ -30,7 +30,7 @@ def attend(needles: tuple[int, ...], **changes: object) -> tuple[torch.Tensor, t
     k_pool, v_pool = torch.full((2, (pages + 1) * 128, 1, 64), float("nan"), device=DEVICE)
     k_pool[slots[:LENGTH].to(DEVICE)], v_pool[slots[:LENGTH].to(DEVICE)] = k.to(DEVICE), v.to(DEVICE)
     step.summaries.update(0, k_pool, v_pool, order[: LENGTH // 128].to(DEVICE))
-    # Each query is three times the needle's own key, whose score is 24 or so; those of the others have a deviation of 3.
+    # Each query is three times the needle's own key: its score is 24 or so, the others' have a deviation of 3.
     q = torch.stack([k[needle] * 3 for needle in needles]).repeat(1, 2, 1)
     table = slots[None].int().repeat(batch, 1).to(DEVICE)
     step.buffers.load(table, torch.arange(batch, device=DEVICE), torch.full((batch,), LENGTH, device=DEVICE))

@@ -101,6 +101,20 @@ def test_answers_are_the_same_with_and_without_prefix_cache(servers: tuple[Any, 
     assert all(each["meta_info"]["sparse_decode"]["kept_fraction"] < 1 for each in answers[0])
 
 
+def test_equal_prompts_at_once_keep_one_copy_and_the_same_answer(servers: tuple[Any, Any]) -> None:
+    """Each is prefilled by itself; the prefix cache then frees all copies but one, while the requests go on."""
+    cached, _ = servers
+    cached.flush()
+    asked = prompt(50, 500)
+    (alone,) = cached.generate_many([asked], 80, at_once=1)
+    cached.flush()
+    answers = cached.generate_many([asked] * 4, 80, at_once=4)
+    assert [each["output_ids"] for each in answers] == [alone["output_ids"]] * 4
+    check = cached.idle_info()["self_check"]
+    assert check["free_tokens"] + check["cached_tokens"] == check["total_tokens"]
+    assert check["stale_pages"] == 0
+
+
 def test_several_long_requests_at_once_all_end(servers: tuple[Any, Any]) -> None:
     """Each is a third of the pool, and all come at the same time: some wait, some grow out of it."""
     for server in servers:
