@@ -8,6 +8,7 @@ exceptions of plugins and hooks, so each installation step is verified, and a fa
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import pkgutil
 import sys
@@ -226,7 +227,21 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
         _own_pool = SplitHooks(options, _stop)
     _verify_targets(_own_pool.targets)
     for target, pool_hook in _own_pool.by_target().items():
-        _hook(target, pool_hook)
+        _hook(target, _where_reserved(pool_hook))
+
+
+def _where_reserved(hook: Callable) -> Callable:
+    """`hook`, in a scheduler whose pool was sized for sparse decode.
+
+    The options stay in the environment after `engine_kwargs`: an Engine without sparse decode may follow in the same
+    process.
+    """
+
+    @functools.wraps(hook)
+    def around(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs) if _memory_is_reserved else original(*args, **kwargs)
+
+    return around
 
 
 def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDecodeBackend:

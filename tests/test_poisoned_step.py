@@ -89,8 +89,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "use_triton", lambda impl, tensor: True)
 
 
-def compare(options: SparseDecodeOptions, steps: list[list[int]]) -> None:
-    clean, poisoned = Simulation(lengths(), options, DEVICE), Poisoned(lengths(), options, DEVICE)
+def compare(options: SparseDecodeOptions, sizes: list[int], steps: list[list[int]]) -> None:
+    clean, poisoned = Simulation(sizes[:], options, DEVICE), Poisoned(sizes[:], options, DEVICE)
     for number, rows in enumerate(steps):
         q = clean.queries(number)
         padded = [row for row in range(len(clean.lengths)) if row not in rows]
@@ -120,7 +120,8 @@ def make_options(changes: dict) -> SparseDecodeOptions:
 
 @pytest.mark.parametrize("changes", [*OPTIONS, *FUSED], ids=str)
 def test_a_step_reads_nothing_that_nobody_wrote(changes: dict) -> None:
-    compare(make_options(changes), [[row for row in range(4) if (number + row) % 5] for number in range(34)])
+    steps = [[row for row in range(4) if (number + row) % 5] for number in range(34)]
+    compare(make_options(changes), lengths(), steps)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the test above runs the kernels there")
@@ -128,4 +129,4 @@ def test_a_step_reads_nothing_that_nobody_wrote(changes: dict) -> None:
 def test_neither_do_its_kernels(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels(monkeypatch)
     # The row of 31 tokens closes a page in the first step.
-    compare(make_options(changes), [[0, 1, 3], [1]])
+    compare(make_options(changes), [1, 31, 140], [[0, 1, 2], [1]])
