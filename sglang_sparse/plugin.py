@@ -8,6 +8,7 @@ exceptions of plugins and hooks, so each installation step is verified, and a fa
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import pkgutil
 import sys
@@ -43,6 +44,8 @@ _metrics: MetricsExporter | None = None
 _memory_is_reserved = False
 _own_pool: OffloadHooks | SplitHooks | None = None
 """Hooks of a KV pool of our own, if the options ask for one."""
+_hooked: set[str] = set()
+"""Targets at which this process has registered a hook of ours."""
 
 
 def register() -> None:
@@ -55,9 +58,8 @@ def register() -> None:
 
 def install() -> None:
     """Registers what this process needs: the flags, and sparse decode if the environment asks for it."""
-    hook = HookRegistry.register
-    hook(hook_targets.ADD_CLI_ARGS, _add_cli_args, HookType.AROUND)
-    hook(hook_targets.FROM_CLI_ARGS, _from_cli_args, HookType.AROUND)
+    _hook(hook_targets.ADD_CLI_ARGS, _add_cli_args)
+    _hook(hook_targets.FROM_CLI_ARGS, _from_cli_args)
     try:
         options = SparseDecodeOptions.from_environment()
         if options is not None and not compat.decodes_nothing():
@@ -164,8 +166,8 @@ def _install(options: SparseDecodeOptions, hooks: dict[str, Callable]) -> None:
     _options = options
     _verify_targets(tuple(hooks))
     for target, hook in hooks.items():
-        if target not in HookRegistry._patched:
-            HookRegistry.register(target, hook, HookType.AROUND)
+        if target not in _hooked:
+            _hook(target, hook)
     HookRegistry.apply_hooks()
     _verify_hooks(tuple(hooks))
 
@@ -179,6 +181,7 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     """Raises OptionsError if the model, or a layer that the options name, rules out sparse decode."""
     compat.resolve(server_args)
     support.check_resolved(server_args)
+    support.warn_without_graphs(server_args)
     model_config = compat.model_config(server_args)
     support.check_model(model_config)
     shape = compat.model_shape(model_config)
@@ -203,16 +206,15 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
         return _create_backend(model_runner, options)
 
     register_attention_backend(compat.BACKEND_NAME)(create_backend)
-    hook = HookRegistry.register
-    hook(hook_targets.BUILD_BACKEND, _build_backend, HookType.AROUND)
-    hook(hook_targets.CREATE_POOL_CONFIGURATOR, _pool_configurator(options), HookType.AROUND)
-    hook(hook_targets.INTERNAL_STATE, _internal_state, HookType.AROUND)
-    hook(hook_targets.REPORT_DECODE, _report_decode, HookType.AROUND)
-    hook(hook_targets.REPORT_IDLE, _report_idle, HookType.AROUND)
-    hook(hook_targets.ALLOC_EXTEND, alloc_extend, HookType.AROUND)
-    hook(hook_targets.ALLOC_DECODE, alloc_decode, HookType.AROUND)
+    _hook(hook_targets.BUILD_BACKEND, _build_backend)
+    _hook(hook_targets.CREATE_POOL_CONFIGURATOR, _pool_configurator(options))
+    _hook(hook_targets.INTERNAL_STATE, _internal_state)
+    _hook(hook_targets.REPORT_DECODE, _report_decode)
+    _hook(hook_targets.REPORT_IDLE, _report_idle)
+    _hook(hook_targets.ALLOC_EXTEND, alloc_extend)
+    _hook(hook_targets.ALLOC_DECODE, alloc_decode)
     for target, control_hook in scheduler_hooks(lambda: _backend).items():
-        hook(target, control_hook, HookType.AROUND)
+        _hook(target, control_hook)
     if not options.own_pool:
         return
     if options.offload:
@@ -225,7 +227,21 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
         _own_pool = SplitHooks(options, _stop)
     _verify_targets(_own_pool.targets)
     for target, pool_hook in _own_pool.by_target().items():
-        hook(target, pool_hook, HookType.AROUND)
+        _hook(target, _where_reserved(pool_hook))
+
+
+def _where_reserved(hook: Callable) -> Callable:
+    """`hook`, in a scheduler whose pool was sized for sparse decode.
+
+    The options stay in the environment after `engine_kwargs`: an Engine without sparse decode may follow in the same
+    process.
+    """
+
+    @functools.wraps(hook)
+    def around(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs) if _memory_is_reserved else original(*args, **kwargs)
+
+    return around
 
 
 def _create_backend(model_runner: Any, options: SparseDecodeOptions) -> SparseDecodeBackend:
@@ -341,7 +357,17 @@ def _report_idle(original: Callable, reporter: Any, *args: Any, **kwargs: Any) -
     return result
 
 
-# --- verification ------------------------------------------------------------------------------------------------
+# --- hooks ------------------------------------------------------------------------------------------------
+
+
+def _hook(target: str, hook: Callable) -> None:
+    """Registers `hook` around SGLang's function `target`, or around what another plugin has already made of it."""
+    if target in HookRegistry._patched:
+        # SGLang applies the hooks of a target once, and would leave out in silence those that come later.
+        HookRegistry._patched.discard(target)
+        HookRegistry._hooks.pop(target, None)
+    HookRegistry.register(target, hook, HookType.AROUND)
+    _hooked.add(target)
 
 
 def _verify_targets(targets: tuple[str, ...]) -> None:
@@ -357,11 +383,12 @@ def _verify_targets(targets: tuple[str, ...]) -> None:
 
 
 def _verify_hooks(targets: tuple[str, ...]) -> None:
-    """Raises OptionsError unless the hooks on `targets` are in place and reach SGLang's functions."""
+    """Raises OptionsError unless our hooks on `targets` are in place and reach SGLang's functions."""
     for target in targets:
         owner, _, name = target.rpartition(".")
         found = getattr(pkgutil.resolve_name(owner), name, None)
-        if target not in HookRegistry._patched or not hasattr(found, "__wrapped__"):
+        # Another plugin's hook alone makes a target patched.
+        if target not in _hooked or target not in HookRegistry._patched or not hasattr(found, "__wrapped__"):
             raise OptionsError(f"the hook on {target} was not applied: sparse decode is not installed")
 
 

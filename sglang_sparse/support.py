@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from sglang_sparse import sglang_compat
 from sglang_sparse.option_values import UnsupportedError
 from sglang_sparse.sglang_compat import BACKEND_NAME
+
+logger = logging.getLogger(__name__)
 
 TESTED_ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
@@ -161,6 +164,19 @@ def check_resolved(server_args: Any) -> None:
         raise UnsupportedError(
             f"--sparse-decode: prefill CUDA graphs of the kind {getattr(prefill, 'value', prefill)} are not supported: "
             "use --cuda-graph-backend-prefill breakable or --disable-prefill-cuda-graph"
+        )
+
+
+def warn_without_graphs(server_args: Any) -> None:
+    """Logs a warning if decode steps on a GPU will not run in CUDA graphs of whole steps, whoever decided that."""
+    decode = sglang_compat.resolved(server_args, "cuda_graph_config").decode.backend
+    kind = str(getattr(decode, "value", decode))
+    if kind != "full" and str(sglang_compat.resolved(server_args, "device")).startswith("cuda"):
+        logger.warning(
+            "CUDA graphs of decode steps are %s instead of full: sparse decode then launches its kernels one by one, "
+            "and its documentation has no figures of that. Remove --disable-cuda-graph, --disable-decode-cuda-graph or "
+            "--cuda-graph-backend-decode, or look above why SGLang changed them.",
+            kind,
         )
 
 

@@ -123,3 +123,13 @@ def test_other_releases_have_been_tested_with_fewer(monkeypatch: pytest.MonkeyPa
     # A release that the user has allowed by a flag counts as one with all.
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.99")
     support.check_model(model_config("MixtralForCausalLM"))
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "told"),
+    [("cuda", "full", False), ("cuda", "disabled", True), ("cuda", "breakable", True), ("cpu", "disabled", False)],
+)
+def test_decode_without_graphs_is_told(caplog: pytest.LogCaptureFixture, device: str, kind: str, told: bool) -> None:
+    config = SimpleNamespace(decode=SimpleNamespace(backend=kind))
+    support.warn_without_graphs(SimpleNamespace(cuda_graph_config=config, device=device))
+    assert (f"CUDA graphs of decode steps are {kind} instead of full" in caplog.text) == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import signal
 import socket
@@ -185,12 +186,14 @@ def servers(tmp_path_factory: Any) -> Iterator[Any]:
     """Yields a function that starts a server, or returns the running one with the same arguments; stops all after."""
     folder = tmp_path_factory.mktemp("servers")
     running: dict[tuple, Server] = {}
+    # Tests start servers in several threads.
+    numbers = itertools.count()
 
     def get(model: Path | str, *flags: str, **env: str) -> Server:
         skip_unless_served(flags)
         key = (str(model), flags, tuple(sorted(env.items())))
         if key not in running:
-            running[key] = Server(model, *flags, log=folder / f"server{len(running)}.log", **env)
+            running[key] = Server(model, *flags, log=folder / f"server{next(numbers)}.log", **env)
         return running[key]
 
     try:
