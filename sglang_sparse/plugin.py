@@ -140,6 +140,7 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
     }
     options.check_kv_cache_dtype(given.get("kv_cache_dtype"))
     support.check_arguments({name: value for name, value in given.items() if name in defaults})
+    support.check_ranks(given, options)
     _verify_targets(hook_targets.SCHEDULER_TARGETS)
     page_size = given.get("page_size", options.page_size or DEFAULT_PAGE_SIZE)
     options.check_page_size(page_size)
@@ -181,6 +182,7 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     support.check_resolved(server_args)
     model_config = compat.model_config(server_args)
     support.check_model(model_config)
+    support.check_head_partition(model_config, compat.resolved(server_args, "tp_size"))
     shape = compat.model_shape(model_config)
     options.check_forecast_file()
     options.check_shape(shape)
@@ -310,7 +312,8 @@ def _pool_configurator(options: SparseDecodeOptions) -> Callable:
 
 def _internal_state(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(scheduler, *args, **kwargs)
-    if _backend is not None:
+    # Of several ranks the process that asks puts the blocks together.
+    if _backend is not None and compat.rank_here()[1] == 1:
         from sglang_sparse.observe.report import server_info
 
         try:

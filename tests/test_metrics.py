@@ -49,7 +49,9 @@ class Exported:
             _gauge_cls=partial(Gauge, registry=self.registry),
             _histogram_cls=partial(Histogram, registry=self.registry),
         )
-        self.reporter: Any = SimpleNamespace(current_scheduler_metrics_enabled=True, metrics_collector=collector)
+        self.reporter: Any = SimpleNamespace(
+            current_scheduler_metrics_enabled=True, is_stats_logging_rank=True, metrics_collector=collector
+        )
 
     def count(self, lengths: list[int], kept: list[list[int]]) -> None:
         """A step that kept so many blocks in each layer and KV head, and reports itself."""

@@ -72,7 +72,6 @@ FLAGS = [
     ("--enable-mixed-chunk", "--enable-mixed-chunk"),
     ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype"),
     ("--kv-cache-dtype fp8_e4m3", "--kv-cache-dtype"),
-    ("--tp-size 2", "--tp-size"),
     ("--tokenizer-worker-num 2", "--tokenizer-worker-num"),
     ("--pp-size 2", "--pp-size"),
     ("--enable-pdmux", "--enable-pdmux"),
