@@ -175,13 +175,19 @@ def check_ranks(given: dict[str, Any], options: SparseDecodeOptions) -> None:
         raise UnsupportedError(f"{asked[0]} has not been tested with --tp-size {ranks}: use --tp-size 1, or remove it")
 
 
-def check_head_partition(model_config: Any, ranks: int) -> None:
+def check_head_partition(model_config: Any, ranks: int, device: str) -> None:
     """Raises UnsupportedError unless the heads of SGLang's `ModelConfig` can be divided over `ranks`."""
     kv_heads, query_heads = model_config.get_total_num_kv_heads(), model_config.num_attention_heads
     if query_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise UnsupportedError(
             f"--tp-size {ranks}: {query_heads} query heads and {kv_heads} KV heads cannot be divided over {ranks} "
             "ranks: use one that divides them"
+        )
+    # Elsewhere ranks share a head; on a CPU SGLang adds empty ones after its model is loaded.
+    if device == "cpu" and kv_heads % ranks:
+        raise UnsupportedError(
+            f"--tp-size {ranks} exceeds the {kv_heads} KV heads of the model, which is not supported with --device "
+            f"cpu: use at most {kv_heads}"
         )
 
 

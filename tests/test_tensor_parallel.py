@@ -57,14 +57,22 @@ def test_heads_that_cannot_be_divided(kv_heads: int, ranks: int) -> None:
         heads_of_rank(kv_heads, 0, ranks)
     model = SimpleNamespace(get_total_num_kv_heads=lambda: kv_heads, num_attention_heads=12)
     with pytest.raises(UnsupportedError, match=f"--tp-size {ranks}: 12 query heads and {kv_heads} KV heads cannot"):
-        support.check_head_partition(model, ranks)
+        support.check_head_partition(model, ranks, "cuda")
 
 
 def test_query_heads_that_cannot_be_divided() -> None:
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 1, num_attention_heads=6)
-    support.check_head_partition(model, 2)
+    support.check_head_partition(model, 2, "cuda")
     with pytest.raises(UnsupportedError, match="--tp-size 4: 6 query heads"):
-        support.check_head_partition(model, 4)
+        support.check_head_partition(model, 4, "cuda")
+
+
+def test_a_cpu_has_no_ranks_that_share_a_head() -> None:
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, num_attention_heads=8)
+    support.check_head_partition(model, 4, "cuda")
+    support.check_head_partition(model, 2, "cpu")
+    with pytest.raises(UnsupportedError, match=r"--tp-size 4 exceeds the 2 KV heads of the model, .* use at most 2"):
+        support.check_head_partition(model, 4, "cpu")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
