@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.managers.communicator import FanOutCommunicator
 
-from sglang_sparse import sglang_compat, support
+from sglang_sparse import rank_support, sglang_compat
 from sglang_sparse.control import answers, messages
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry, heads_of_rank
@@ -57,22 +57,22 @@ def test_heads_that_cannot_be_divided(kv_heads: int, ranks: int) -> None:
         heads_of_rank(kv_heads, 0, ranks)
     model = SimpleNamespace(get_total_num_kv_heads=lambda: kv_heads, num_attention_heads=12)
     with pytest.raises(UnsupportedError, match=f"--tp-size {ranks}: 12 query heads and {kv_heads} KV heads cannot"):
-        support.check_head_partition(model, ranks, "cuda")
+        rank_support.check_head_partition(model, ranks, "cuda")
 
 
 def test_query_heads_that_cannot_be_divided() -> None:
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 1, num_attention_heads=6)
-    support.check_head_partition(model, 2, "cuda")
+    rank_support.check_head_partition(model, 2, "cuda")
     with pytest.raises(UnsupportedError, match="--tp-size 4: 6 query heads"):
-        support.check_head_partition(model, 4, "cuda")
+        rank_support.check_head_partition(model, 4, "cuda")
 
 
 def test_a_cpu_has_no_ranks_that_share_a_head() -> None:
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, num_attention_heads=8)
-    support.check_head_partition(model, 4, "cuda")
-    support.check_head_partition(model, 2, "cpu")
+    rank_support.check_head_partition(model, 4, "cuda")
+    rank_support.check_head_partition(model, 2, "cpu")
     with pytest.raises(UnsupportedError, match=r"--tp-size 4 exceeds the 2 KV heads of the model, .* use at most 2"):
-        support.check_head_partition(model, 4, "cpu")
+        rank_support.check_head_partition(model, 4, "cpu")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -131,17 +131,17 @@ def test_what_needs_a_single_rank_is_refused_by_name(
     options: dict[str, Any], given: dict[str, Any], named: str
 ) -> None:
     made = SparseDecodeOptions(**options)
-    support.check_ranks(given, made)
-    support.check_ranks({**given, "tp_size": 1}, made)
+    rank_support.check_ranks(given, made)
+    rank_support.check_ranks({**given, "tp_size": 1}, made)
     with pytest.raises(UnsupportedError, match=f"^{named} has not been tested with --tp-size 2: use --tp-size 1"):
-        support.check_ranks({**given, "tp_size": 2}, made)
-    support.check_ranks({"tp_size": 2}, SparseDecodeOptions())
+        rank_support.check_ranks({**given, "tp_size": 2}, made)
+    rank_support.check_ranks({"tp_size": 2}, SparseDecodeOptions())
 
 
 def test_releases_without_tested_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_compat, "has_tested_ranks", lambda: False)
     with pytest.raises(UnsupportedError, match=r"not been tested on this SGLang release: use 0\.5\.17, or --tp-size 1"):
-        support.check_ranks({"tp_size": 2}, SparseDecodeOptions())
+        rank_support.check_ranks({"tp_size": 2}, SparseDecodeOptions())
 
 
 def block(kept: list[list[float]], audit: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
