@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ def checked_geometry(model_runner: ModelRunner, options: SparseDecodeOptions, la
     options.check_page_size(pool.page_size)
     windows = support.window_layers(layers)
     layer = next(layer for layer in layers if layer.layer_id not in windows)
-    options.check_layers(len(layers), layer.tp_k_head_num)
+    options.check_layers(len(layers), sglang_compat.model_shape(model_runner.model_config).kv_heads)
     return Geometry(
         kv_heads=layer.tp_k_head_num,
         group_size=layer.tp_q_head_num // layer.tp_k_head_num,
@@ -42,6 +43,7 @@ def checked_geometry(model_runner: ModelRunner, options: SparseDecodeOptions, la
         dtype=pool.dtype,
         page_size=pool.page_size,
         block_size=options.block_size,
+        first_kv_head=sglang_compat.kv_heads_here(model_runner.model_config).start,
     )
 
 
@@ -83,7 +85,9 @@ class SparseDecodeBackend(AttentionBackend):
         self.audit: CoverageAudit | None = None
         if self.step.tap is not None:
             scales = [layer.scaling for layer in layers]
-            self.audit = CoverageAudit(self.step, key_pool=pool.get_key_buffer, scales=scales)
+            # All ranks audit the same steps: else each would wait for the audits of the others.
+            generator = random.Random(sglang_compat.common_seed(model_runner))
+            self.audit = CoverageAudit(self.step, key_pool=pool.get_key_buffer, scales=scales, generator=generator)
         self._prefill_backend: AttentionBackend | None = None
         logger.info(
             "Sparse decode: %d of %d layers (%d have a sliding window), estimator %s, rule %s, path %s, tail %s, "

@@ -96,7 +96,12 @@ class DecodeStep:
             device=device,
             read_bytes=split_read_bytes(geometry) if options.kv_format == "split" else geometry.kv_bytes,
         )
-        self.control = DecodeControl(options, self.buffers.thresholds, on_change=self.counters.mark)
+        self.control = DecodeControl(
+            options,
+            self.buffers.thresholds,
+            on_change=self.counters.mark,
+            first_kv_head=geometry.first_kv_head,
+        )
         layer = layer_to_time(self.sparse_layers, layers) if timed else None
         self.clock = LayerClock(layer, self.buffers.seq_lens) if layer is not None else None
         self.chooser: ForecastChooser | None = None

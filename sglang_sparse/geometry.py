@@ -17,9 +17,29 @@ def table_pages(tokens: int, page_size: int) -> int:
     return -(-tokens // (page_size * PAGE_ALIGNMENT)) * PAGE_ALIGNMENT
 
 
+def heads_of_rank(kv_heads: int, rank: int, ranks: int) -> range:
+    """Which of a model's `kv_heads` KV heads the tensor-parallel rank `rank` of `ranks` has, as SGLang divides them.
+
+    With more ranks than KV heads each head is on several neighbouring ranks, which share its query heads.
+
+    Raises:
+        ValueError: neither number divides the other.
+    """
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ValueError(f"{kv_heads} KV heads cannot be divided over {ranks} ranks")
+    if ranks <= kv_heads:
+        each = kv_heads // ranks
+        return range(rank * each, (rank + 1) * each)
+    head = rank // (ranks // kv_heads)
+    return range(head, head + 1)
+
+
 @dataclass(frozen=True)
 class Geometry:
-    """One attention layer's KV cache and how it is cut into pages and blocks; the same for every layer."""
+    """One attention layer's KV cache and how it is cut into pages and blocks; the same for every layer.
+
+    Under tensor parallelism it is of the heads that this rank has.
+    """
 
     kv_heads: int
     group_size: int
@@ -30,6 +50,13 @@ class Geometry:
     """Tokens in a physical page."""
     block_size: int
     """Tokens in a block; divides `page_size`."""
+    first_kv_head: int = 0
+    """Which of the model's KV heads the first one here is; those before it are on other ranks."""
+
+    @property
+    def model_heads(self) -> range:
+        """Which of the model's KV heads these are."""
+        return range(self.first_kv_head, self.first_kv_head + self.kv_heads)
 
     @property
     def query_heads(self) -> int:

@@ -235,9 +235,11 @@ class SparseDecodeOptions:
             return sum(self.gamma_by_head[layer]) / len(self.gamma_by_head[layer])
         return self.gamma_by_layer[layer] if self.gamma_by_layer else self.gamma
 
-    def head_gammas(self, layer: int, kv_heads: int) -> tuple[float, ...]:
-        """The coverage asked for in each of a layer's `kv_heads` KV heads."""
-        return self.gamma_by_head[layer] if self.gamma_by_head else (self.gamma_of(layer),) * kv_heads
+    def head_gammas(self, layer: int, kv_heads: int, first: int = 0) -> tuple[float, ...]:
+        """The coverage asked for in each of `kv_heads` KV heads of a layer, from the model's KV head `first` on."""
+        if self.gamma_by_head:
+            return self.gamma_by_head[layer][first : first + kv_heads]
+        return (self.gamma_of(layer),) * kv_heads
 
     def _check_top_k(self) -> None:
         if self.top_k is None:

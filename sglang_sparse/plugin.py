@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from sglang_sparse import hook_targets, option_sources, support
+from sglang_sparse import hook_targets, option_sources, rank_support, support
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
 from sglang_sparse.options import DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions, flag
@@ -142,6 +142,7 @@ def _prepare(options: SparseDecodeOptions, arguments: dict[str, Any]) -> dict[st
     }
     options.check_kv_cache_dtype(given.get("kv_cache_dtype"))
     support.check_arguments({name: value for name, value in given.items() if name in defaults})
+    rank_support.check_ranks(given, options)
     _verify_targets(hook_targets.SCHEDULER_TARGETS)
     page_size = given.get("page_size", options.page_size or DEFAULT_PAGE_SIZE)
     options.check_page_size(page_size)
@@ -184,6 +185,8 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     support.warn_without_graphs(server_args)
     model_config = compat.model_config(server_args)
     support.check_model(model_config)
+    ranks, device = (compat.resolved(server_args, name) for name in ("tp_size", "device"))
+    rank_support.check_head_partition(model_config, ranks, device)
     shape = compat.model_shape(model_config)
     options.check_forecast_file()
     options.check_shape(shape)
@@ -326,7 +329,8 @@ def _pool_configurator(options: SparseDecodeOptions) -> Callable:
 
 def _internal_state(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(scheduler, *args, **kwargs)
-    if _backend is not None:
+    # Of several ranks the process that asks puts the blocks together.
+    if _backend is not None and compat.rank_here()[1] == 1:
         from sglang_sparse.observe.report import server_info
 
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.geometry import Geometry, table_pages
+from sglang_sparse.geometry import Geometry, heads_of_rank, table_pages
 from sglang_sparse.option_values import UnsupportedError
 from sglang_sparse.options import ModelShape, SparseDecodeOptions
 from sglang_sparse.options import flag as option_flag
@@ -29,6 +29,8 @@ OWN_POOL_RELEASES = ("0.5.17",)
 """With a KV pool of our own: offload and split keys."""
 MODEL_RELEASES = ("0.5.17",)
 """With all architectures and with LoRA; the others have been tested with a few architectures."""
+TENSOR_PARALLEL_RELEASES = ("0.5.17",)
+"""On more ranks than one."""
 
 POINTS_MODULE = "sglang.srt.sparse_decode_points"
 """An SGLang that is patched for sparse decode (patches/) has this module, and imports it."""
@@ -135,6 +137,65 @@ def model_shape(model_config: Any) -> ModelShape:
     )
 
 
+# --- tensor parallelism --------------------------------------------------------------------------------------------
+
+
+def has_tested_ranks() -> bool:
+    """Whether tensor parallelism counts as tested on the installed SGLang."""
+    release = importlib.metadata.version("sglang").split("+")[0]
+    # Those that are not tested at all have been allowed by a flag.
+    return release in TENSOR_PARALLEL_RELEASES or release not in TESTED_RELEASES
+
+
+def rank_here() -> tuple[int, int]:
+    """The rank of this scheduler process among those that share the attention heads, and how many there are."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
+
+
+def kv_heads_here(model_config: Any) -> range:
+    """Which of the model's KV heads this scheduler process has."""
+    return heads_of_rank(model_config.get_total_num_kv_heads(), *rank_here())
+
+
+def ranks_of(manager: Any) -> int:
+    """Scheduler processes that share the attention heads, from SGLang's TokenizerManager."""
+    return int(resolved(manager.server_args, "tp_size"))
+
+
+def reply_address(manager: Any) -> str:
+    """Where SGLang's TokenizerManager receives what schedulers send."""
+    import zmq
+
+    return str(manager.recv_from_detokenizer.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+
+
+class Replies:
+    """A way of its own to the TokenizerManager, for a scheduler process that SGLang gives none: a rank above 0."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[str, Any] = {}
+
+    def send(self, address: str, message: Any) -> None:
+        """Sends without waiting; raises zmq.ZMQError if nothing takes the message."""
+        import zmq
+        from sglang.srt.managers.io_struct import sock_send
+
+        if address not in self._sockets:
+            socket: Any = zmq.Context.instance().socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(address)
+            self._sockets[address] = socket
+        sock_send(self._sockets[address], message, zmq.NOBLOCK)
+
+
+def common_seed(model_runner: Any) -> Any:
+    """A seed that all ranks of a server have in common, and no other server: None, without one, with a single rank."""
+    return resolved(model_runner.server_args, "random_seed")
+
+
 # --- pools ---------------------------------------------------------------------------------------------------------
 
 
@@ -143,16 +204,17 @@ def cache_shape(owner: Any) -> dict[str, Any]:
     from sglang.srt.runtime_context import get_parallel
 
     model, arguments = owner.model_config, owner.server_args
-    kv_heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
+    heads = kv_heads_here(model)
     options = SparseDecodeOptions.from_environment()
     assert options is not None
     geometry = Geometry(
-        kv_heads=kv_heads,
-        group_size=max(1, model.num_attention_heads // get_parallel().attn_tp_size // kv_heads),
+        kv_heads=len(heads),
+        group_size=max(1, model.num_attention_heads // get_parallel().attn_tp_size // len(heads)),
         head_dim=model.head_dim,
         dtype=owner.kv_cache_dtype,
         page_size=arguments.page_size,
         block_size=options.block_size,
+        first_kv_head=heads.start,
     )
     return {
         "geometry": geometry,
@@ -238,6 +300,17 @@ def real_requests(forward_batch: Any) -> int:
 def exports_metrics(model_runner: Any) -> bool:
     """Whether the server was started with `--enable-metrics`."""
     return bool(model_runner.server_args.enable_metrics)
+
+
+def can_export_metrics(reporter: Any) -> bool:
+    """Whether a SchedulerMetricsReporter can: with `--enable-metrics` on every rank, though SGLang's own series are of
+    the first one."""
+    return bool(reporter.current_scheduler_metrics_enabled or getattr(reporter, "enable_metrics", False))
+
+
+def is_first_rank(reporter: Any) -> bool:
+    """Whether this is the rank that speaks for what all ranks count alike."""
+    return bool(reporter.is_stats_logging_rank)
 
 
 def explain_missing_metrics() -> None:

@@ -123,7 +123,6 @@ _REFUSED_VALUES: tuple[_Refusal, ...] = (
         lambda value: (value or 1) > 1,
         "the processes of --tokenizer-worker-num load no plugins, so that requests would not be checked: use 1",
     ),
-    ("tp_size", lambda value: (value or 1) > 1, "tensor parallelism has not been tested: use --tp-size 1"),
     ("pp_size", lambda value: (value or 1) > 1, "pipeline parallelism is not supported: use --pp-size 1"),
     (
         "attention_backend",

@@ -61,7 +61,9 @@ class Exported:
             _gauge_cls=partial(Gauge, registry=self.registry),
             _histogram_cls=partial(Histogram, registry=self.registry),
         )
-        self.reporter: Any = SimpleNamespace(current_scheduler_metrics_enabled=True, metrics_collector=collector)
+        self.reporter: Any = SimpleNamespace(
+            current_scheduler_metrics_enabled=True, is_stats_logging_rank=True, metrics_collector=collector
+        )
 
     def count(self, lengths: list[int], kept: list[list[int]]) -> None:
         """A step that kept so many blocks in each layer and KV head, and reports itself."""
@@ -158,6 +160,18 @@ def test_nothing_is_made_while_metrics_are_off() -> None:
     made.count([160], [[1, 1]] * LAYERS)
     made.exporter.when_idle(made.reporter)
     assert not list(made.registry.collect())
+
+
+def test_another_rank_exports_its_heads_and_no_steps() -> None:
+    """SGLang exports the first rank's metrics alone; steps are those of all ranks, so that sums count them once."""
+    made = Exported()
+    made.reporter.current_scheduler_metrics_enabled = False
+    made.reporter.is_stats_logging_rank = False
+    made.reporter.enable_metrics = True
+    made.count([160], [[0, 0], [5, 5], [10, 10]])
+    made.exporter.when_idle(made.reporter)
+    assert made.value("kept_bytes_total", layer_group="middle") == 160 * GEOMETRY.kv_bytes
+    assert made.value("steps_total", kind="sparse") is None
 
 
 def test_a_failure_is_logged_once_and_does_not_pass(caplog: pytest.LogCaptureFixture) -> None:

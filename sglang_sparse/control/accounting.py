@@ -67,11 +67,15 @@ class _Final(list):
         return list(self) if isinstance(key, slice) else super().__getitem__(key)
 
 
-def publish(request: Any) -> None:
-    """Puts what a finished request read among the information that SGLang sends with its last output, if it decoded."""
+def publish(request: Any, ranks: int = 1) -> None:
+    """Puts what a finished request read among the information that SGLang sends with its last output, if it decoded.
+
+    Of `ranks` that share the attention heads, the first one sends what its own heads read; their number goes with it.
+    """
     usage = getattr(request, _ATTRIBUTE, None)
     if usage is None:
         return
     # Longer than the output: what was sent before is cut off by length.
-    value = _Final([list(usage)] * (len(request.output_ids) + 1))
+    entry = [*usage] if ranks == 1 else [*usage, ranks]
+    value = _Final([entry] * (len(request.output_ids) + 1))
     request.customized_info = (request.customized_info or {}) | {KEY: value}

@@ -13,10 +13,15 @@ _ATTRIBUTE = "sparse_decode_usage"
 """Attribute of SGLang's request objects: kept blocks and blocks of each answer so far."""
 
 
-def summary(usages: list[tuple[int, int]]) -> dict[str, Any]:
-    """The `sparse_decode` block of one answer or several: blocks read, all blocks, and the share."""
-    kept, blocks = sum(kept for kept, _ in usages), sum(blocks for _, blocks in usages)
-    return {"kept_fraction": kept / blocks, "kept_blocks": kept, "blocks": blocks}
+def summary(usages: list[tuple[int, ...]]) -> dict[str, Any]:
+    """The `sparse_decode` block of one answer or several: blocks read, all blocks, and the share.
+
+    `usages` are of the heads of one tensor-parallel rank. With more ranks than one they say how many, and the block
+    says which rank it is of.
+    """
+    kept, blocks = sum(usage[0] for usage in usages), sum(usage[1] for usage in usages)
+    block = {"kept_fraction": kept / blocks, "kept_blocks": kept, "blocks": blocks}
+    return block | {"tp_rank": 0, "tp_size": usages[0][2]} if len(usages[0]) > 2 else block
 
 
 async def generate(original: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[Any, None]:
@@ -62,7 +67,7 @@ def _settle(answer: Any, obj: Any) -> None:
     # The other entries are padding: another request finished in a step that this one was part of.
     if usage is None or meta_info.get("finish_reason") is None:
         return
-    usage = (int(usage[0]), int(usage[1]))
+    usage = tuple(map(int, usage))
     meta_info[KEY] = summary([usage])
     obj.__dict__.setdefault(_ATTRIBUTE, []).append(usage)
 

@@ -70,16 +70,17 @@ def scheduler_hooks(backend_of: Callable[[], SparseDecodeBackend | None]) -> dic
 
     def init_dispatcher(original: Callable, scheduler: Any) -> None:
         from sglang_sparse.control import messages
+        from sglang_sparse.observe.ranks import RankState
         from sglang_sparse.observe.report import live_state
 
-        def answer(changes: dict[str, Any]) -> dict[str, Any]:
+        def answer(changes: dict[str, Any]) -> RankState:
             backend = backend_of()
             if backend is None:
                 raise RuntimeError("this scheduler does not decode sparsely")
             if changes:
                 backend.step.control.change(changes)
                 logger.info("Sparse decode settings from the next step on: %s.", backend.step.control.report())
-            return live_state(backend, scheduler)
+            return RankState(backend.step.geometry.model_heads, live_state(backend, scheduler))
 
         original(scheduler)
         # The first call once the scheduler knows the size of its pool.
@@ -107,7 +108,7 @@ def scheduler_hooks(backend_of: Callable[[], SparseDecodeBackend | None]) -> dic
     def collect_info(original: Callable, processor: Any, i: int, req: Any, logits_output: Any) -> Any:
         result = original(processor, i, req, logits_output)
         if req.finished():
-            publish(req)
+            publish(req, compat.rank_here()[1])
         return result
 
     return {

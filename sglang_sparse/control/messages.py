@@ -1,20 +1,23 @@
 """Our message to the scheduler processes, which travels as SGLang's own control messages do: ZMQ, msgspec, each rank.
 
 The tokenizer process sends `SparseDecodeReqInput` through a communicator of its own; the scheduler that receives it
-hands it to its other ranks, and each applies it before its next step.
+hands it to its other ranks, as it does with requests, and each applies it before its next step. Each rank answers for
+its own heads, straight to the tokenizer process, which puts the answers together: no rank waits for another.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_sparse import sglang_compat
 from sglang_sparse.control.values import Change
+from sglang_sparse.observe.ranks import RankState, merged
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +28,16 @@ class SparseDecodeReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """Asks a scheduler for its state, after noting `changes` (checked) for its next step."""
 
     changes: dict[str, bool | int | float | None]
+    reply_to: str
+    """Where ranks send their answer that SGLang has given no way to the tokenizer process."""
 
 
 class SparseDecodeReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
-    """A scheduler's answer: its state, or what went wrong."""
+    """One rank's answer: its state, or what went wrong."""
 
+    rank: int
+    kv_heads: list[int]
+    """Which of the model's KV heads the state is of."""
     state: dict[str, Any]
     error: str | None = None
 
@@ -41,36 +49,77 @@ def register_types() -> None:
 
 def connect_tokenizer(manager: Any) -> None:
     """Gives SGLang's TokenizerManager, once it has its own communicators, the one that `exchange` uses."""
-    # As many schedulers answer as those that SGLang asks for their state.
-    schedulers = manager.get_internal_state_communicator._fan_out
+    ranks, states = sglang_compat.ranks_of(manager), manager.get_internal_state_communicator
+    # SGLang hears of its state from the first rank of each group; here all of them answer.
+    schedulers = states._fan_out * ranks
     communicator: FanOutCommunicator = FanOutCommunicator(manager._dispatch_to_scheduler, schedulers)
     setattr(manager, _COMMUNICATOR, communicator)
     manager._result_dispatcher += TypeBasedDispatcher([(SparseDecodeReqOutput, communicator.handle_recv)])
+    if ranks > 1:
+        manager.get_internal_state_communicator = _StatesOfAllRanks(states, lambda: exchange(manager, {}))
 
 
-def connect_scheduler(scheduler: Any, answer: Callable[[dict[str, Change]], dict[str, Any]]) -> None:
-    """Makes SGLang's Scheduler pass the messages to `answer`, which notes changes and returns the state."""
+class _StatesOfAllRanks:
+    """SGLang's communicator for internal states, whose answers get the `sparse_decode` block of all ranks."""
 
-    def handle(request: SparseDecodeReqInput) -> SparseDecodeReqOutput:
+    def __init__(self, communicator: FanOutCommunicator, state: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+        self._communicator = communicator
+        self._state = state
+
+    async def __call__(self, request: Any) -> list[Any]:
+        answers = await self._communicator(request)
         try:
-            return SparseDecodeReqOutput(state=answer(dict(request.changes)))
+            block = await self._state()
+            del block["since_change"]
+        except RuntimeError as error:
+            block = {"error": str(error)}
+        for answer in answers:
+            answer.internal_state["sparse_decode"] = block
+        return answers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+
+def connect_scheduler(scheduler: Any, answer: Callable[[dict[str, Change]], RankState]) -> None:
+    """Makes SGLang's Scheduler pass the messages to `answer`, which notes changes and returns the state."""
+    rank, _ = sglang_compat.rank_here()
+    replies = sglang_compat.Replies()
+
+    def output(changes: dict[str, Change]) -> SparseDecodeReqOutput:
+        try:
+            found = answer(changes)
         except Exception as error:
             # An exception here would end the scheduler.
             logger.exception("a message of /sparse_decode failed")
-            return SparseDecodeReqOutput(state={}, error=f"{type(error).__name__}: {error}")
+            return SparseDecodeReqOutput(rank=rank, kv_heads=[], state={}, error=f"{type(error).__name__}: {error}")
+        return SparseDecodeReqOutput(rank=rank, kv_heads=list(found.kv_heads), state=found.state)
+
+    def handle(request: SparseDecodeReqInput) -> SparseDecodeReqOutput | None:
+        answered = output(dict(request.changes))
+        if rank == 0:
+            return answered
+        # What this returned would be dropped.
+        try:
+            replies.send(request.reply_to, answered)
+        except Exception:
+            logger.exception("an answer to /sparse_decode could not be sent")
+        return None
 
     scheduler._request_dispatcher += TypeBasedDispatcher([(SparseDecodeReqInput, handle)])
 
 
 async def exchange(manager: Any, changes: Mapping[str, Change]) -> dict[str, Any]:
-    """Sends checked `changes`, or none, and returns the state that the scheduler answers with.
+    """Sends checked `changes`, or none, and returns the state that the ranks answer with, put together.
 
     Raises:
-        RuntimeError: the scheduler could not answer.
+        RuntimeError: a rank could not answer.
     """
     manager.auto_create_handle_loop()
-    answers = await getattr(manager, _COMMUNICATOR)(SparseDecodeReqInput(changes=dict(changes)))
+    answers = await getattr(manager, _COMMUNICATOR)(
+        SparseDecodeReqInput(changes=dict(changes), reply_to=sglang_compat.reply_address(manager))
+    )
     for answer in answers:
         if answer.error is not None:
             raise RuntimeError(answer.error)
-    return answers[0].state
+    return merged([RankState(answer.kv_heads, answer.state) for answer in sorted(answers, key=lambda one: one.rank)])

@@ -26,6 +26,7 @@ class DecodeControl:
         thresholds: `[layers, max_requests, Hkv]` fp32: what rules read, one row for each request of a batch. Holds what
             the options ask for.
         on_change: called when a change takes effect, before the first step with it.
+        first_kv_head: which of the model's KV heads the first of `thresholds` is.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class DecodeControl:
         options: SparseDecodeOptions,
         thresholds: torch.Tensor,
         on_change: Callable[[], None] = lambda: None,
+        first_kv_head: int = 0,
     ) -> None:
         self.enabled = True
         self.audit_rate = options.audit_rate
@@ -42,6 +44,7 @@ class DecodeControl:
         """One delta for all layers and KV heads instead of that of the options."""
         self._options = options
         self._thresholds = thresholds
+        self._first_kv_head = first_kv_head
         self._started = thresholds[:, :1].clone()
         self._base = self._started
         self._on_change = on_change
@@ -90,8 +93,11 @@ class DecodeControl:
         return bool(self._pending)
 
     def gamma_of(self, layer: int) -> float:
-        """The coverage asked for in a layer; the mean over its KV heads if they differ."""
-        return self._options.gamma_of(layer) if self.gamma is None else self.gamma
+        """The coverage asked for in a layer; the mean over the KV heads of this rank if they differ."""
+        if self.gamma is not None:
+            return self.gamma
+        gammas = self._options.head_gammas(layer, self._thresholds.shape[2], self._first_kv_head)
+        return sum(gammas) / len(gammas)
 
     def report(self) -> dict[str, Any]:
         """Current settings, those that wait for the next step included; JSON types only."""

@@ -30,7 +30,8 @@ STEP_KINDS = ("sparse", "dense")
 
 
 class Metrics:
-    """The series of one scheduler. Made when the scheduler's metrics collector exists.
+    """The series of one scheduler, that is of one tensor-parallel rank and its heads. Made when the scheduler's metrics
+    collector exists, whose label `tp_rank` tells the ranks apart.
 
     Args:
         backend: whose counters, audit and clock are exported.
@@ -47,6 +48,8 @@ class Metrics:
         self._counts = step.counters.window()
         self._groups = sorted({layer_group(n, step.layers) for n in range(step.layers)}, key=LAYER_GROUPS.index)
 
+        # All ranks run the same steps: sums over them count a step once.
+        self._counts_steps = sglang_compat.is_first_rank(reporter)
         self._steps = series("counter", "steps", "Decode steps; sparse if a request was long enough to scan.", "kind")
         by_group = ("layer_group",)
         self._kv = series("counter", "kv_bytes", "KV bytes that dense decode would have read.", *by_group)
@@ -66,7 +69,7 @@ class Metrics:
             *by_group,
             buckets=SHARES,
         )
-        for kind in STEP_KINDS:
+        for kind in STEP_KINDS if self._counts_steps else ():
             self._steps.touch(kind=kind)
         for group in self._groups:
             for metric in (self._kv, self._kept, self._scan, self._kept_share, self._read_share):
@@ -167,8 +170,9 @@ class Metrics:
             self._hidden.record(used / (used + misses))
 
     def _add(self, reading: Reading) -> None:
-        self._steps.record(reading.scanned_steps, kind="sparse")
-        self._steps.record(reading.steps - reading.scanned_steps, kind="dense")
+        if self._counts_steps:
+            self._steps.record(reading.scanned_steps, kind="sparse")
+            self._steps.record(reading.steps - reading.scanned_steps, kind="dense")
         for name, group in by_layer_group(reading).items():
             self._kv.record(group.kv_bytes, layer_group=name)
             self._kept.record(group.kept_bytes, layer_group=name)
@@ -208,7 +212,7 @@ class MetricsExporter:
             self._export(reporter, counters=True, wait=True)
 
     def _export(self, reporter: Any, *, counters: bool, wait: bool) -> None:
-        if self._is_off or not reporter.current_scheduler_metrics_enabled:
+        if self._is_off or not sglang_compat.can_export_metrics(reporter):
             return
         try:
             if self._metrics is None:

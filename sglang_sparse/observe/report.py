@@ -25,6 +25,7 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     block: dict[str, Any] = {
         "options": json.loads(options.to_json())
         | {"tail": options.resolved_tail, "delta": _delta(options), "forecast": options.resolved_forecast},
+        "tp_size": 1,
         "page_size": backend.step.geometry.page_size,
         "summary_bytes": backend.step.summaries.bytes,
         "steps": reading.steps,

@@ -75,9 +75,10 @@ class CoverageRule(_ThresholdRule):
     def __init__(self, options: SparseDecodeOptions, geometry: Geometry) -> None:
         super().__init__(options, geometry)
         self._options = options
+        self._first_kv_head = geometry.first_kv_head
 
     def thresholds(self, layer: int) -> list[float]:
-        return list(self._options.head_gammas(layer, self._kv_heads))
+        return list(self._options.head_gammas(layer, self._kv_heads, self._first_kv_head))
 
     def select(
         self,

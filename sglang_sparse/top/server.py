@@ -81,7 +81,10 @@ class Server:
                 "use the sglang-sparse release that it runs"
             )
         metrics = self._get("/metrics", may_be_missing=True)
-        phases = {name: float(value) for name, value in _PHASE.findall(metrics or "")}
+        phases: dict[str, float] = {}
+        # Of each tensor-parallel rank.
+        for name, value in _PHASE.findall(metrics or ""):
+            phases[name] = phases.get(name, 0.0) + float(value)
         return Totals(
             seconds=now,
             model=str(info.get("served_model_name") or info.get("model_path") or "unknown"),

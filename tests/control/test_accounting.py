@@ -93,6 +93,21 @@ def test_the_last_entry_survives_every_slice(tokens: int, sent: int) -> None:
     assert (entries[tokens:] or [None])[-1] == [3, 4]
 
 
+def test_one_of_several_ranks_says_how_many() -> None:
+    request = Request(output_ids=[1])
+    counts((3, 4)).add_to([request])
+    publish(request, 2)
+    assert request.customized_info is not None
+    (last,) = settled(Body(), [answer(request.customized_info[KEY][:1], True)])
+    assert last["meta_info"][KEY] == {
+        "kept_fraction": 0.75,
+        "kept_blocks": 3,
+        "blocks": 4,
+        "tp_rank": 0,
+        "tp_size": 2,
+    }
+
+
 class Body:
     """A request object as SGLang's routes make it."""
 

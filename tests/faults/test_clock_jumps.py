@@ -109,7 +109,7 @@ def test_metrics_are_exported_at_their_pace(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(observed, "Metrics", Metrics)
     monkeypatch.setattr(observed, "EXPORT_SECONDS", 0.05)
     exporter = observed.MetricsExporter(SimpleNamespace())  # type: ignore[arg-type]
-    reporter = SimpleNamespace(current_scheduler_metrics_enabled=True)
+    reporter = SimpleNamespace(current_scheduler_metrics_enabled=True, is_stats_logging_rank=True)
     for _ in range(20):
         exporter.after_step(reporter)
     assert len(exported) == 1, "a jump brought the next export forward"

@@ -12,7 +12,7 @@ from typing import Any
 import harness
 import pytest
 
-from sglang_sparse import cpu
+from sglang_sparse import cpu, sglang_compat
 from sglang_sparse.options import ENVIRONMENT_VARIABLE
 
 pytestmark = pytest.mark.server
@@ -72,9 +72,21 @@ FLAGS = [
     ("--enable-mixed-chunk", "--enable-mixed-chunk"),
     ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype"),
     ("--kv-cache-dtype fp8_e4m3", "--kv-cache-dtype"),
-    ("--tp-size 2", "--tp-size"),
     ("--tokenizer-worker-num 2", "--tokenizer-worker-num"),
     ("--pp-size 2", "--pp-size"),
+    *(
+        (f"--tp-size 2 {flags}", named)
+        for flags, named in (
+            ("--sparse-decode-offload", "--sparse-decode-offload has not been tested with --tp-size 2"),
+            ("--sparse-decode-kv-format split", "--sparse-decode-kv-format split has not been tested with --tp-size 2"),
+            ("--sparse-decode-select-by forecast", "--sparse-decode-select-by forecast has not"),
+            ("--enable-lora", "--enable-lora has not been tested with --tp-size 2"),
+            ("--enable-dp-attention --dp-size 2", "--dp-size"),
+            ("--nnodes 2 --node-rank 0", "--nnodes"),
+        )
+        if sglang_compat.has_tested_ranks()
+    ),
+    ("--tp-size 4", "--tp-size"),
     ("--enable-pdmux", "--enable-pdmux"),
     ("--enable-two-batch-overlap", "--enable-two-batch-overlap"),
     ("--cuda-graph-backend-prefill full", "--cuda-graph-backend-prefill"),
