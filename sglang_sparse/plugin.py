@@ -187,6 +187,7 @@ def _check_model(options: SparseDecodeOptions, server_args: Any) -> None:
     support.check_model(model_config)
     ranks, device = (compat.resolved(server_args, name) for name in ("tp_size", "device"))
     rank_support.check_head_partition(model_config, ranks, device)
+    rank_support.warn_untested(ranks, device)
     shape = compat.model_shape(model_config)
     options.check_forecast_file()
     options.check_shape(shape)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sglang_sparse import sglang_compat
 from sglang_sparse.option_values import UnsupportedError, flag
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection_options import FORECAST
+
+logger = logging.getLogger(__name__)
 
 _ONE_RANK_ARGUMENTS = ("enable_lora", "lora_paths")
 """Server arguments that have not been tested on more than one rank."""
@@ -30,6 +33,16 @@ def check_ranks(given: dict[str, Any], options: SparseDecodeOptions) -> None:
         asked.insert(0, options.own_pool)
     if asked:
         raise UnsupportedError(f"{asked[0]} has not been tested with --tp-size {ranks}: use --tp-size 1, or remove it")
+
+
+def warn_untested(ranks: int, device: str) -> None:
+    """Logs a warning if several ranks are to run where none have run yet."""
+    if ranks > 1 and device.startswith("cuda"):
+        logger.warning(
+            "Sparse decode with --tp-size %d: tensor parallelism has been tested on two CPU ranks, not on GPUs. Compare "
+            "a few answers with those of a server without --sparse-decode.",
+            ranks,
+        )
 
 
 def check_head_partition(model_config: Any, ranks: int, device: str) -> None:

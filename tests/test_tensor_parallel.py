@@ -138,6 +138,14 @@ def test_what_needs_a_single_rank_is_refused_by_name(
     rank_support.check_ranks({"tp_size": 2}, SparseDecodeOptions())
 
 
+@pytest.mark.parametrize(("ranks", "device", "warns"), [(2, "cuda", True), (1, "cuda", False), (2, "cpu", False)])
+def test_ranks_on_gpus_are_said_to_be_untested(
+    ranks: int, device: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank_support.warn_untested(ranks, device)
+    assert [f"--tp-size {ranks}" in message for message in caplog.messages] == [True] * warns
+
+
 def test_releases_without_tested_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_compat, "has_tested_ranks", lambda: False)
     with pytest.raises(UnsupportedError, match=r"not been tested on this SGLang release: use 0\.5\.17, or --tp-size 1"):
