@@ -39,8 +39,8 @@ def warn_untested(ranks: int, device: str) -> None:
     """Logs a warning if several ranks are to run where none have run yet."""
     if ranks > 1 and device.startswith("cuda"):
         logger.warning(
-            "Sparse decode with --tp-size %d: tensor parallelism has been tested on two CPU ranks, not on GPUs. Compare "
-            "a few answers with those of a server without --sparse-decode.",
+            "Sparse decode with --tp-size %d: tensor parallelism has been tested on two CPU ranks, not on GPUs. "
+            "Compare a few answers with those of a server without --sparse-decode.",
             ranks,
         )
 
