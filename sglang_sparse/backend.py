@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_sparse import paths, sglang_compat, support
+from sglang_sparse import paths, rank_support, sglang_compat, support
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.forecast.server import install_forecast
 from sglang_sparse.geometry import Geometry, table_pages
@@ -35,6 +35,8 @@ def checked_geometry(model_runner: ModelRunner, options: SparseDecodeOptions, la
     options.check_page_size(pool.page_size)
     windows = support.window_layers(layers)
     layer = next(layer for layer in layers if layer.layer_id not in windows)
+    heads = sglang_compat.kv_heads_here(model_runner.model_config)
+    rank_support.check_heads(layer.tp_k_head_num, heads)
     options.check_layers(len(layers), sglang_compat.model_shape(model_runner.model_config).kv_heads)
     return Geometry(
         kv_heads=layer.tp_k_head_num,
@@ -43,7 +45,7 @@ def checked_geometry(model_runner: ModelRunner, options: SparseDecodeOptions, la
         dtype=pool.dtype,
         page_size=pool.page_size,
         block_size=options.block_size,
-        first_kv_head=sglang_compat.kv_heads_here(model_runner.model_config).start,
+        first_kv_head=heads.start,
     )
 
 

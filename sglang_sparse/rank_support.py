@@ -1,4 +1,4 @@
-"""What sparse decode has been tested with on several tensor-parallel ranks; anything else is refused by name."""
+"""What is refused by name on several tensor-parallel ranks, and what is warned of, as nobody has tried it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_ranks(given: dict[str, Any], options: SparseDecodeOptions) -> None:
     if options.own_pool:
         asked.insert(0, options.own_pool)
     if asked:
-        raise UnsupportedError(f"{asked[0]} has not been tested with --tp-size {ranks}: use --tp-size 1, or remove it")
+        raise UnsupportedError(f"{asked[0]} has not been tested with --tp-size {ranks}: remove it, or use --tp-size 1")
 
 
 def warn_untested(ranks: int, device: str) -> None:
@@ -58,4 +58,13 @@ def check_head_partition(model_config: Any, ranks: int, device: str) -> None:
         raise UnsupportedError(
             f"--tp-size {ranks} exceeds the {kv_heads} KV heads of the model, which is not supported with --device "
             f"cpu: use at most {kv_heads}"
+        )
+
+
+def check_heads(found: int, expected: range) -> None:
+    """Raises UnsupportedError unless this rank has as many KV heads as `expected` names: options by head are theirs."""
+    if found != len(expected):
+        raise UnsupportedError(
+            f"--sparse-decode: SGLang gives this rank {found} KV heads where {len(expected)} were expected: "
+            "use --tp-size 1"
         )

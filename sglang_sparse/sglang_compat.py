@@ -160,6 +160,11 @@ def kv_heads_here(model_config: Any) -> range:
     return heads_of_rank(model_config.get_total_num_kv_heads(), *rank_here())
 
 
+def decodes_sparsely(server_args: Any) -> bool:
+    """Whether a server with these arguments, of this process or another Engine in it, has our decode backend."""
+    return bool(resolved(server_args, "decode_attention_backend") == BACKEND_NAME)
+
+
 def ranks_of(manager: Any) -> int:
     """Scheduler processes that share the attention heads, from SGLang's TokenizerManager."""
     return int(resolved(manager.server_args, "tp_size"))
@@ -192,7 +197,7 @@ class Replies:
 
 
 def common_seed(model_runner: Any) -> Any:
-    """A seed that all ranks of a server have in common, and no other server: None, without one, with a single rank."""
+    """The server's random seed, which all of its ranks have."""
     return resolved(model_runner.server_args, "random_seed")
 
 

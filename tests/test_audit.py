@@ -244,6 +244,20 @@ def test_the_rate_is_the_share_of_steps_and_other_steps_are_not_tapped() -> None
     assert audit.report()["rate"] == 0.3
 
 
+def test_audits_of_one_seed_sample_the_same_steps() -> None:
+    """As those of tensor-parallel ranks, none of which then waits for the audits of the others."""
+    sampled = []
+    for seed in (5, 5, 6):
+        sim = Simulation(lengths(), make_options(audit_rate=0.5), DEVICE)
+        audit = make_audit(sim, random.Random(seed))
+        sampled.append([])
+        for _ in range(20):
+            audit.before_step(4)
+            sampled[-1].append(sim.step.tap.target.tolist())
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert [-1, -1] in sampled[0]
+
+
 def test_a_step_that_never_ran_is_dropped() -> None:
     sim = Simulation(lengths(), make_options(), DEVICE)
     audit = make_audit(sim, Chosen(0, 3))

@@ -133,7 +133,7 @@ def test_what_needs_a_single_rank_is_refused_by_name(
     made = SparseDecodeOptions(**options)
     rank_support.check_ranks(given, made)
     rank_support.check_ranks({**given, "tp_size": 1}, made)
-    with pytest.raises(UnsupportedError, match=f"^{named} has not been tested with --tp-size 2: use --tp-size 1"):
+    with pytest.raises(UnsupportedError, match=f"^{named} has not been tested with --tp-size 2: remove it"):
         rank_support.check_ranks({**given, "tp_size": 2}, made)
     rank_support.check_ranks({"tp_size": 2}, SparseDecodeOptions())
 
@@ -261,16 +261,19 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, order: list[int]) -> None:
         self.asked: list[Any] = []
         self.failing: int | None = None
+        self.numbers: list[int] = []
         self._order = order
         self._handlers: list[Any] = []
         self._rank = 0
         monkeypatch.setattr(sglang_compat, "ranks_of", lambda manager: ranks)
+        monkeypatch.setattr(sglang_compat, "decodes_sparsely", lambda server_args: True)
         monkeypatch.setattr(sglang_compat, "reply_address", lambda manager: "ipc:///nowhere")
         monkeypatch.setattr(sglang_compat, "rank_here", lambda: (self._rank, ranks))
         monkeypatch.setattr(
             sglang_compat, "Replies", lambda: SimpleNamespace(send=lambda address, answer: self.receive(answer))
         )
         self.manager: Any = SimpleNamespace(
+            server_args=None,
             _dispatch_to_scheduler=self.dispatch,
             _result_dispatcher=[],
             auto_create_handle_loop=lambda: None,
@@ -293,6 +296,7 @@ class Ranks:
     def dispatch(self, request: Any) -> None:
         for rank in self._order:
             answer = self._handlers[rank](request)
+            self.numbers.append(request.number)
             assert (answer is not None) == (rank == 0)
             if answer is not None:
                 asyncio.get_running_loop().call_soon(self.receive, answer)
@@ -337,3 +341,48 @@ def test_a_rank_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, failing: int
         asyncio.run(messages.exchange(ranks.manager, {}))
     (state,) = asyncio.run(ranks.manager.get_internal_state_communicator("state"))
     assert state.internal_state["sparse_decode"] == {"error": "RuntimeError: no counters"}
+
+
+def test_an_answer_that_does_not_come_ends_the_question_and_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late answers are those of an earlier question, of which one more would make half of the heads twice."""
+    ranks = Ranks(monkeypatch, 2, [0])
+    monkeypatch.setattr(messages, "ANSWER_SECONDS", 0.05)
+
+    async def ask() -> dict[str, Any]:
+        with pytest.raises(RuntimeError, match=r"not every rank answered within 0\.05 s"):
+            await messages.exchange(ranks.manager, {})
+        (state,) = await ranks.manager.get_internal_state_communicator("state")
+        assert "not every rank answered" in state.internal_state["sparse_decode"]["error"]
+        ranks._order[:] = [0, 1]
+        late = messages.SparseDecodeReqOutput(number=1, rank=0, kv_heads=[0], state=block([[1]]))
+        ranks.receive(late)
+        return await messages.exchange(ranks.manager, {})
+
+    assert asyncio.run(ask())["kept_fraction_by_layer_and_head"] == [[0, 0.25]]
+    assert ranks.numbers == [1, 2, 3, 3]
+
+
+def test_questions_at_once_get_an_answer_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 2, [1, 0])
+
+    async def ask() -> list[dict[str, Any]]:
+        return await asyncio.gather(*(messages.exchange(ranks.manager, {}) for _ in range(5)))
+
+    assert [found["kept_fraction_by_layer_and_head"] for found in asyncio.run(ask())] == [[[0, 0.25]]] * 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dense_engine_that_follows_a_sparse_one_is_left_alone(ranks: int) -> None:
+    """The hook on SGLang's TokenizerManager stays in the process."""
+    states = FanOutCommunicator(lambda request: None, 1)
+    arguments = SimpleNamespace(decode_attention_backend=None, tp_size=ranks)
+    manager: Any = SimpleNamespace(get_internal_state_communicator=states, _result_dispatcher=[], server_args=arguments)
+    messages.connect_tokenizer(manager)
+    assert manager.get_internal_state_communicator is states
+    assert manager._result_dispatcher == []
+
+
+def test_heads_that_sglang_divides_in_another_way_are_refused() -> None:
+    rank_support.check_heads(2, range(2, 4))
+    with pytest.raises(UnsupportedError, match="gives this rank 4 KV heads where 2 were expected"):
+        rank_support.check_heads(4, range(2, 4))

@@ -41,7 +41,7 @@ def _block_unpack_kernel(
         mask = inside[:, None] & (channel < HEAD_DIM)
         block = source + come_from * (VECTORS * (HEAD_DIM + 1))
         codes = tl.load((block + vector * HEAD_DIM)[:, None] + channel, mask=mask, other=0, cache_modifier=".cg")
-        # Every warp asks for its vectors' scales, which lie in one sector: the L1 fetches it over PCIe once.
+        # Every warp asks for its vectors' scales, which lie in one sector: by way of the L1, which is to fetch it once.
         scales = tl.load(block + VECTORS * HEAD_DIM + vector, mask=inside, other=1)
         values = float8.decode(codes, scales.to(tl.int32)[:, None])
         place = target + ((go_to * VECTORS + vector) * HEAD_DIM)[:, None] + channel

@@ -7,6 +7,7 @@ its own heads, straight to the tokenizer process, which puts the answers togethe
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -21,12 +22,17 @@ from sglang_sparse.observe.ranks import RankState, merged
 
 logger = logging.getLogger(__name__)
 
-_COMMUNICATOR = "sparse_decode_communicator"
+_CHANNEL = "sparse_decode_channel"
+
+ANSWER_SECONDS = 120.0
+"""How long ranks may take to answer: a scheduler looks at messages between two batches."""
 
 
 class SparseDecodeReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """Asks a scheduler for its state, after noting `changes` (checked) for its next step."""
 
+    number: int
+    """Comes back with each answer, so that a late one is not taken for that of the next question."""
     changes: dict[str, bool | int | float | None]
     reply_to: str
     """Where ranks send their answer that SGLang has given no way to the tokenizer process."""
@@ -35,6 +41,7 @@ class SparseDecodeReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
 class SparseDecodeReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """One rank's answer: its state, or what went wrong."""
 
+    number: int
     rank: int
     kv_heads: list[int]
     """Which of the model's KV heads the state is of."""
@@ -47,14 +54,46 @@ def register_types() -> None:
     hook_custom_types(SparseDecodeReqInput, SparseDecodeReqOutput)
 
 
+class _Channel:
+    """Asks all schedulers of a server, one question after the other.
+
+    Args:
+        send: sends a message to the schedulers.
+        schedulers: how many answer.
+    """
+
+    def __init__(self, send: Callable[[SparseDecodeReqInput], None], schedulers: int) -> None:
+        self._communicator: FanOutCommunicator = FanOutCommunicator(send, schedulers)
+        self._lock = asyncio.Lock()
+        self._number = 0
+
+    async def ask(self, changes: Mapping[str, Change], reply_to: str) -> list[SparseDecodeReqOutput]:
+        """Raises RuntimeError if not all of them answer in time."""
+        async with self._lock:
+            self._number += 1
+            question = SparseDecodeReqInput(number=self._number, changes=dict(changes), reply_to=reply_to)
+            try:
+                return await asyncio.wait_for(self._communicator(question), ANSWER_SECONDS)
+            except TimeoutError:
+                raise RuntimeError(f"not every rank answered within {ANSWER_SECONDS:g} s") from None
+
+    def receive(self, answer: SparseDecodeReqOutput) -> None:
+        if answer.number == self._number:
+            self._communicator.handle_recv(answer)
+
+
 def connect_tokenizer(manager: Any) -> None:
-    """Gives SGLang's TokenizerManager, once it has its own communicators, the one that `exchange` uses."""
+    """Gives SGLang's TokenizerManager, once it has its own communicators, the channel that `exchange` uses.
+
+    Not that of a server without sparse decode, as an Engine may be that follows one with it in the same process.
+    """
+    if not sglang_compat.decodes_sparsely(manager.server_args):
+        return
     ranks, states = sglang_compat.ranks_of(manager), manager.get_internal_state_communicator
     # SGLang hears of its state from the first rank of each group; here all of them answer.
-    schedulers = states._fan_out * ranks
-    communicator: FanOutCommunicator = FanOutCommunicator(manager._dispatch_to_scheduler, schedulers)
-    setattr(manager, _COMMUNICATOR, communicator)
-    manager._result_dispatcher += TypeBasedDispatcher([(SparseDecodeReqOutput, communicator.handle_recv)])
+    channel = _Channel(manager._dispatch_to_scheduler, states._fan_out * ranks)
+    setattr(manager, _CHANNEL, channel)
+    manager._result_dispatcher += TypeBasedDispatcher([(SparseDecodeReqOutput, channel.receive)])
     if ranks > 1:
         manager.get_internal_state_communicator = _StatesOfAllRanks(states, lambda: exchange(manager, {}))
 
@@ -71,7 +110,9 @@ class _StatesOfAllRanks:
         try:
             block = await self._state()
             del block["since_change"]
-        except RuntimeError as error:
+        except Exception as error:
+            # A look at the server must not fail because of this block.
+            logger.exception("the sparse_decode block of /server_info failed")
             block = {"error": str(error)}
         for answer in answers:
             answer.internal_state["sparse_decode"] = block
@@ -86,17 +127,20 @@ def connect_scheduler(scheduler: Any, answer: Callable[[dict[str, Change]], Rank
     rank, _ = sglang_compat.rank_here()
     replies = sglang_compat.Replies()
 
-    def output(changes: dict[str, Change]) -> SparseDecodeReqOutput:
+    def output(request: SparseDecodeReqInput) -> SparseDecodeReqOutput:
+        found, failure = RankState([], {}), None
         try:
-            found = answer(changes)
+            found = answer(dict(request.changes))
         except Exception as error:
             # An exception here would end the scheduler.
             logger.exception("a message of /sparse_decode failed")
-            return SparseDecodeReqOutput(rank=rank, kv_heads=[], state={}, error=f"{type(error).__name__}: {error}")
-        return SparseDecodeReqOutput(rank=rank, kv_heads=list(found.kv_heads), state=found.state)
+            failure = f"{type(error).__name__}: {error}"
+        return SparseDecodeReqOutput(
+            number=request.number, rank=rank, kv_heads=list(found.kv_heads), state=found.state, error=failure
+        )
 
     def handle(request: SparseDecodeReqInput) -> SparseDecodeReqOutput | None:
-        answered = output(dict(request.changes))
+        answered = output(request)
         if rank == 0:
             return answered
         # What this returned would be dropped.
@@ -113,12 +157,10 @@ async def exchange(manager: Any, changes: Mapping[str, Change]) -> dict[str, Any
     """Sends checked `changes`, or none, and returns the state that the ranks answer with, put together.
 
     Raises:
-        RuntimeError: a rank could not answer.
+        RuntimeError: a rank could not answer, or did not in time.
     """
     manager.auto_create_handle_loop()
-    answers = await getattr(manager, _COMMUNICATOR)(
-        SparseDecodeReqInput(changes=dict(changes), reply_to=sglang_compat.reply_address(manager))
-    )
+    answers = await getattr(manager, _CHANNEL).ask(changes, sglang_compat.reply_address(manager))
     for answer in answers:
         if answer.error is not None:
             raise RuntimeError(answer.error)

@@ -51,7 +51,7 @@ class SplitDecodeBackend(OwnPoolDecodeBackend):
             keeps_copies=os.environ.get(SELF_CHECK_VARIABLE) == "1",
             timed=sglang_compat.exports_metrics(model_runner),
         )
-        self.prefill = self._together = SplitPrefill(self.split, staging_tokens=width)
+        self.prefill = self._split_prefill = SplitPrefill(self.split, staging_tokens=width)
         self.audit = None
         self._prefill_backend: Any = None
         shape = pool.shape
@@ -70,7 +70,7 @@ class SplitDecodeBackend(OwnPoolDecodeBackend):
 
     def make_prefill(self, name: str) -> OwnPoolPrefillBackend:
         """As `OwnPoolDecodeBackend.make_prefill`; chooses what attends."""
-        self._together.attention = choose_dense(self.step.geometry, self.kv_pool.device, name)
+        self._split_prefill.attention = choose_dense(self.step.geometry, self.kv_pool.device, name)
         return super().make_prefill(name)
 
     def pool_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -213,7 +213,6 @@ def test_both_ranks_without_sparse_decode_answer_as_with_every_block(
         every_block = [answer(server, prompt) for prompt in prompts()]
     finally:
         change(server, gamma=None)
-    server.stop()
     flags = ("--chunked-prefill-size", "256", "--tp-size", "2")
     with harness.Server(random_llama, *flags, log=tmp_path / "log", **two_ranks()) as dense:
         for ours, prompt in zip(every_block, prompts(), strict=True):
