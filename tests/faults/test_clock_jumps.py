@@ -100,7 +100,7 @@ def test_metrics_are_exported_at_their_pace(monkeypatch: pytest.MonkeyPatch) -> 
         def __init__(self, *_: Any) -> None:
             pass
 
-        def export_audit(self) -> None:
+        def export_audit(self, wait: bool) -> None:
             pass
 
         def export_counters(self, wait: bool) -> None:
