@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
@@ -21,6 +21,13 @@ FLASH_BACKEND = "fa3"
 
 TOLERANCE = 2e-2
 """Of a difference between the two kinds on normal numbers in bfloat16."""
+
+
+class _Named(Protocol):
+    name: str
+
+
+T = TypeVar("T", bound=_Named)
 
 
 class DenseAttention(Protocol):
@@ -107,19 +114,20 @@ def flash_functions(geometry: Geometry, backend: str) -> tuple[Callable, Callabl
     return flash_attn_with_kvcache, flash_attn_varlen_func
 
 
-def choose_dense(geometry: Geometry, device: torch.device | str, backend: str) -> DenseAttention:
-    """FlashAttention 3 on a GPU where SGLang would use it and it says the same as torch; else torch. Logs which.
+def flash_or(fallback: T, make: Callable[[], T], difference: Callable[[T, T], float], device: torch.device | str) -> T:
+    """What `make` makes of FlashAttention 3, if `device` is a GPU and it says the same as `fallback`, which is torch's;
+    else that. Logs which, and why.
 
     Args:
-        backend: SGLang's name of the prefill backend that it would have built.
+        difference: the largest one between two kinds on normal numbers.
     """
-    chosen: DenseAttention = TorchDense()
+    chosen = fallback
     if torch.device(device).type == "cuda":
         try:
-            made = FlashDense(flash_functions(geometry, backend)[1])
-            difference = compare_dense(made, chosen, geometry, device)
-            if not difference <= TOLERANCE:
-                raise RuntimeError(f"it differs from torch by {difference:.3g}")
+            made = make()
+            found = difference(made, fallback)
+            if not found <= TOLERANCE:
+                raise RuntimeError(f"it differs from torch by {found:.3g}")
             chosen = made
         except Exception as error:
             logger.warning(
@@ -129,6 +137,23 @@ def choose_dense(geometry: Geometry, device: torch.device | str, backend: str) -
             )
     logger.info("Prefill attention by %s.", chosen.name)
     return chosen
+
+
+def choose_dense(geometry: Geometry, device: torch.device | str, backend: str) -> DenseAttention:
+    """FlashAttention 3 on a GPU where SGLang would use it and it says the same as torch; else torch. Logs which.
+
+    Args:
+        backend: SGLang's name of the prefill backend that it would have built.
+    """
+
+    def make() -> DenseAttention:
+        return FlashDense(flash_functions(geometry, backend)[1])
+
+    def difference(one: DenseAttention, other: DenseAttention) -> float:
+        return compare_dense(one, other, geometry, device)
+
+    fallback: DenseAttention = TorchDense()
+    return flash_or(fallback, make, difference, device)
 
 
 def compare_dense(one: DenseAttention, other: DenseAttention, geometry: Geometry, device: torch.device | str) -> float:

@@ -6,17 +6,14 @@ Of two kinds, one of which is chosen at start: FlashAttention 3 reads the stagin
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from sglang_sparse.dense_attention import TOLERANCE, flash_functions
+from sglang_sparse.dense_attention import flash_functions, flash_or
 from sglang_sparse.dense_prefill import attend_to_prefixes
 from sglang_sparse.geometry import Geometry
-
-logger = logging.getLogger(__name__)
 
 
 class PrefillAttention(Protocol):
@@ -184,26 +181,15 @@ def choose(geometry: Geometry, device: torch.device | str, backend: str) -> Pref
     Args:
         backend: SGLang's name of the prefill backend that it would have built.
     """
-    chosen: PrefillAttention = TorchAttention(geometry)
-    if torch.device(device).type == "cuda":
-        try:
-            chosen = _flash_attention(geometry, torch.device(device), backend)
-        except Exception as error:
-            logger.warning(
-                "Offload: no FlashAttention 3 for prefill (%s: %s); torch takes longer and copies prefixes.",
-                type(error).__name__,
-                " ".join(str(error).split()),
-            )
-    logger.info("Offload: prefill attention by %s.", chosen.name)
-    return chosen
 
+    def make() -> PrefillAttention:
+        return FlashAttention(geometry, *flash_functions(geometry, backend))
 
-def _flash_attention(geometry: Geometry, device: torch.device, backend: str) -> FlashAttention:
-    made = FlashAttention(geometry, *flash_functions(geometry, backend))
-    difference = compare(made, TorchAttention(geometry), geometry, device)
-    if not difference <= TOLERANCE:
-        raise RuntimeError(f"it differs from torch by {difference:.3g}")
-    return made
+    def difference(one: PrefillAttention, other: PrefillAttention) -> float:
+        return compare(one, other, geometry, torch.device(device))
+
+    fallback: PrefillAttention = TorchAttention(geometry)
+    return flash_or(fallback, make, difference, device)
 
 
 def compare(one: PrefillAttention, other: PrefillAttention, geometry: Geometry, device: torch.device) -> float:

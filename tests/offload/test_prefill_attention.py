@@ -103,7 +103,7 @@ def test_views_of_the_staging_name_every_block_and_stay_inside() -> None:
 def test_a_cpu_has_torch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert isinstance(choose(GEOMETRIES[0], "cpu", "fa3"), TorchAttention)
-    assert caplog.messages == ["Offload: prefill attention by torch."]
+    assert caplog.messages == ["Prefill attention by torch."]
 
 
 def test_what_cannot_be_imported_is_told_and_torch_takes_its_place(
@@ -116,8 +116,8 @@ def test_what_cannot_be_imported_is_told_and_torch_takes_its_place(
         assert isinstance(choose(geometry, "cuda", "fa3"), TorchAttention)
         assert isinstance(choose(geometry, "cuda", "triton"), TorchAttention)
     first, second, third, _ = caplog.messages
-    assert "no FlashAttention 3 for prefill (ModuleNotFoundError: import of sgl_kernel.flash_attn halted" in first
-    assert second == "Offload: prefill attention by torch."
+    assert "No FlashAttention 3 for prefill (ModuleNotFoundError: import of sgl_kernel.flash_attn halted" in first
+    assert second == "Prefill attention by torch."
     assert "the prefill backend is triton, not fa3" in third
 
 
