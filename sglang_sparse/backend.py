@@ -108,6 +108,12 @@ class SparseDecodeBackend(AttentionBackend):
         )
 
     @property
+    def has_dense_steps(self) -> bool:
+        """Whether a step in which no request selects is a step of another kind, with CUDA graphs of its own."""
+        # A forecast that chooses follows every layer of every step.
+        return bool(self.step.sparse_layers) and self.step.chooser is None
+
+    @property
     def copies_are_exact(self) -> bool:
         """Whether `pool_copies` are the keys and values that summaries were made of."""
         return True
@@ -185,7 +191,7 @@ class SparseDecodeBackend(AttentionBackend):
         self._count(forward_batch)
 
     def _count(self, forward_batch: ForwardBatch) -> None:
-        self.step.counters.count_step(self.step.buffers.seq_lens[: forward_batch.batch_size])
+        self.step.counters.count_step(self.step.buffers.seq_lens[: forward_batch.batch_size], dense=self.step.dense)
 
     def _load(self, forward_batch: ForwardBatch, in_capture: bool) -> None:
         """Tells the step of a batch."""
@@ -196,8 +202,10 @@ class SparseDecodeBackend(AttentionBackend):
         if not in_capture:
             check_prefill(self._prefill_backend, self._layers)
             self.step.control.before_step()
+            self.step.dense = self.has_dense_steps and not self.step.control.may_select
             if self.audit is not None:
-                self.audit.before_step(sglang_compat.real_requests(forward_batch))
+                # In a dense step there is no rule to tap.
+                self.audit.before_step(0 if self.step.dense else sglang_compat.real_requests(forward_batch))
         batch = forward_batch.batch_size
         if self.step.chooser is not None:
             self.step.chooser.begin(batch)

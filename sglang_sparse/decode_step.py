@@ -6,6 +6,9 @@ step can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from sparse_kernels import AttentionTail, SelectionTap, TapPoint, request_totals, sparse_attention
 
@@ -106,6 +109,18 @@ class DecodeStep:
         self.clock = LayerClock(layer, self.buffers.seq_lens) if layer is not None else None
         self.chooser: ForecastChooser | None = None
         """What ranks blocks in place of queries; to be set if the options ask for it."""
+        self.dense = False
+        """Whether this step reads all blocks of all layers, because no request of it may leave any out. A captured step
+        is what it was as it was captured."""
+
+    @contextmanager
+    def as_dense(self) -> Iterator[None]:
+        """While it lasts, steps are dense."""
+        before, self.dense = self.dense, True
+        try:
+            yield
+        finally:
+            self.dense = before
 
     @property
     def offload_totals(self) -> torch.Tensor | None:
@@ -144,7 +159,9 @@ class DecodeStep:
             self.clock.enter(layer)
         if layer in self.summaries:
             self.summaries.update(layer, k_pool, v_pool, self.buffers.closing_pages[:batch])
-        if self.fused and layer in self.summaries and paths.takes_fused(self.options, batch):
+        if self.dense:
+            self._attend_turn(layer, q, k_pool, v_pool, slice(0, batch), scale, out)
+        elif self.fused and layer in self.summaries and paths.takes_fused(self.options, batch):
             self._attend_fused(layer, q, k_pool, v_pool, scale, out)
         else:
             for start in range(0, batch, self.buffers.turn):
@@ -161,11 +178,12 @@ class DecodeStep:
     def _count_requests(self, layer: int, batch: int) -> None:
         """After the last layer: what each request of the step read."""
         if layer == self.layers - 1:
+            layers, counts = self.layers - len(self.windows), self.buffers.block_counts
             request_totals(
-                self.buffers.block_counts,
+                counts[:0] if self.dense else counts,
                 self.buffers.seq_lens[:batch],
-                layers=self.layers - len(self.windows),
-                dense_layers=self.layers - len(self.windows) - len(self.sparse_layers),
+                layers=layers,
+                dense_layers=layers if self.dense else layers - len(self.sparse_layers),
                 block_size=self.geometry.block_size,
                 out=self.buffers.request_totals,
             )
@@ -235,11 +253,11 @@ class DecodeStep:
         scale: float,
         page_table: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, AttentionTail | None]:
-        """Lists, counts and tail of a turn's requests; all None in layers that read everything.
+        """Lists, counts and tail of a turn's requests; all None where everything is read.
 
         `page_table` is the turn's, if `k_pool` has other pages than the step's table says.
         """
-        if layer not in self.sparse_layers:
+        if self.dense or layer not in self.sparse_layers:
             return None, None, None
         b = self.buffers
         page_table, seq_lens = b.page_table[turn] if page_table is None else page_table, b.seq_lens[turn]

@@ -34,6 +34,9 @@ RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 _RESULT_PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 PROCESS_DECODE = f"{_RESULT_PROCESSOR}.process_batch_result_decode"
 COLLECT_INFO = f"{_RESULT_PROCESSOR}._maybe_collect_customized_info"
+_GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+CAPTURE_GRAPH = f"{_GRAPH_RUNNER}.capture_one_shape"
+GRAPH_VARIANT = f"{_GRAPH_RUNNER}._resolve_lora_variant"
 
 # With a KV pool of our own alone; a patched SGLang does not call these.
 BUILD_KV_POOL = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool"
@@ -57,6 +60,8 @@ SCHEDULER_TARGETS = (
     RUN_BATCH,
     PROCESS_DECODE,
     COLLECT_INFO,
+    CAPTURE_GRAPH,
+    GRAPH_VARIANT,
 )
 
 

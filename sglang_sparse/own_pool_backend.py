@@ -96,6 +96,8 @@ class OwnPoolDecodeBackend(SparseDecodeBackend):
     own: OwnPoolDecode
     """The same as `step`."""
     prefill: OwnPrefill
+    has_dense_steps = False
+    """Keys and values are stored, looked up or put together in every step."""
 
     def make_prefill(self, name: str) -> OwnPoolPrefillBackend:
         """The prefill backend that belongs to this one; `name` is the one that SGLang would have built."""

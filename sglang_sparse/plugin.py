@@ -20,6 +20,7 @@ import torch
 from sglang_sparse import hook_targets, option_sources, rank_support, support
 from sglang_sparse import sglang_compat as compat
 from sglang_sparse.control.hooks import http_hooks, scheduler_hooks, tokenizer_hooks
+from sglang_sparse.dense_graphs import dense_graph_hooks
 from sglang_sparse.options import DEFAULT_MAX_REQUESTS, DEFAULT_PAGE_SIZE, OptionsError, SparseDecodeOptions, flag
 from sglang_sparse.selection_options import FORECAST
 
@@ -217,8 +218,8 @@ def _register_in_scheduler(options: SparseDecodeOptions) -> None:
     _hook(hook_targets.REPORT_IDLE, _report_idle)
     _hook(hook_targets.ALLOC_EXTEND, alloc_extend)
     _hook(hook_targets.ALLOC_DECODE, alloc_decode)
-    for target, control_hook in scheduler_hooks(lambda: _backend).items():
-        _hook(target, control_hook)
+    for target, scheduler_hook in (scheduler_hooks(lambda: _backend) | dense_graph_hooks(lambda: _backend)).items():
+        _hook(target, scheduler_hook)
     if not options.own_pool:
         return
     if options.offload:

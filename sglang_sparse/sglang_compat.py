@@ -302,6 +302,12 @@ def real_requests(forward_batch: Any) -> int:
     return int(forward_batch.batch_size) - getattr(forward_batch, "num_padding", 0)
 
 
+def most_tokens(req: Any) -> int:
+    """The most tokens that a running request can have in its next decode step."""
+    # Under overlap output_ids lags by one; the token of the step itself is the last one sampled.
+    return len(req.origin_input_ids) + len(req.output_ids) + 1
+
+
 def exports_metrics(model_runner: Any) -> bool:
     """Whether the server was started with `--enable-metrics`."""
     return bool(model_runner.server_args.enable_metrics)

@@ -35,7 +35,7 @@ def load(sim: Simulation, requests: list[int], batch: int) -> None:
 
 
 def attend(sim: Simulation, q: torch.Tensor, out: torch.Tensor, batch: int) -> None:
-    sim.step.counters.count_step(sim.step.buffers.seq_lens[:batch])
+    sim.step.counters.count_step(sim.step.buffers.seq_lens[:batch], dense=sim.step.dense)
     for layer in range(LAYERS):
         sim.step.attend(layer, q[layer, :batch], *sim.pools[layer], scale=SCALE, out=out[layer, :batch])
 

@@ -106,4 +106,4 @@ def test_no_module_keeps_a_function_as_it_was_before_its_hook() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert json.loads(result.stdout.splitlines()[-1]) == [13, []]
+    assert json.loads(result.stdout.splitlines()[-1]) == [15, []]

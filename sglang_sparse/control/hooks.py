@@ -92,7 +92,10 @@ def scheduler_hooks(backend_of: Callable[[], SparseDecodeBackend | None]) -> dic
         backend = backend_of()
         if backend is None or not batch.forward_mode.is_decode():
             return original(scheduler, batch, *args, **kwargs)
-        backend.step.control.announce([request.threshold(req.sampling_params.custom_params) for req in batch.reqs])
+        backend.step.control.announce(
+            [request.threshold(req.sampling_params.custom_params) for req in batch.reqs],
+            longest=max(map(compat.most_tokens, batch.reqs), default=None),
+        )
         requests = len(batch.reqs)
         result = original(scheduler, batch, *args, **kwargs)
         totals = backend.step.buffers.request_totals

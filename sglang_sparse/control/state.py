@@ -50,6 +50,7 @@ class DecodeControl:
         self._on_change = on_change
         self._pending: dict[str, Any] = {}
         self._requests: tuple[float | None, ...] = ()
+        self._longest: int | None = None
         self._loaded: tuple[float | None, ...] = ()
         """Thresholds of requests that the buffer holds, less those at the end that are None."""
 
@@ -57,9 +58,13 @@ class DecodeControl:
         """Notes checked changes; they take effect before the next step."""
         self._pending.update(changes)
 
-    def announce(self, requests: Sequence[float | None]) -> None:
-        """Says what each request of the next step asks for: a threshold, or None for what the server asks for."""
+    def announce(self, requests: Sequence[float | None], longest: int | None = None) -> None:
+        """Says what each request of the next step asks for: a threshold, or None for what the server asks for.
+
+        None of them has more than `longest` tokens; None if that is not known.
+        """
         self._requests = tuple(requests)
+        self._longest = longest
 
     def before_step(self) -> None:
         """Puts changes and the announced requests' thresholds in place. To be called on the stream of the step.
@@ -86,6 +91,15 @@ class DecodeControl:
         if not any(threshold is not None for threshold in own):
             return range(requests)
         return [row for row in range(requests) if row >= len(own) or own[row] is None]
+
+    @property
+    def may_select(self) -> bool:
+        """Whether a request of the announced step may leave blocks out. To be asked after `before_step`."""
+        if not self.enabled:
+            return False
+        if self._longest is not None and self._longest < self._options.min_context:
+            return False
+        return not self._requests or any(threshold != KEEP_ALL for threshold in self._requests)
 
     @property
     def is_waiting(self) -> bool:

@@ -13,6 +13,9 @@ from sglang_sparse.geometry import Geometry
 
 T = TypeVar("T")
 
+_NEVER = 2**31 - 1
+"""A minimum context that no request reaches."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
@@ -70,23 +73,25 @@ class DecodeCounters:
         self._sparse_layers = sparse_layers
         self._windows = windows
         self._min_context = min_context
-        # One tensor, so that a reading is one copy: the step's totals, then kept blocks per layer and KV head.
-        self._totals_size = len(FIELDS)
+        # One tensor, so that a reading is one copy: totals of steps that may select, totals of dense steps, then kept
+        # blocks per layer and KV head.
+        self._totals_size = 2 * len(FIELDS)
         self._shape = (layers, geometry.kv_heads)
         self._counts = torch.zeros(self._totals_size + layers * geometry.kv_heads, dtype=torch.int64, device=device)
         self.kept_blocks = self._counts[self._totals_size :].view(self._shape)
-        """`[layers, Hkv]` int64, increased by the rules."""
+        """`[layers, Hkv]` int64, increased by the rules; without those of dense steps, in which there is no rule."""
         self._marked = torch.zeros_like(self._counts)
         self._log_window = self.window()
 
-    def count_step(self, seq_lens: torch.Tensor) -> None:
-        """Adds one decode step over `seq_lens` (`[B]` int32, 0 for padded rows)."""
+    def count_step(self, seq_lens: torch.Tensor, dense: bool = False) -> None:
+        """Adds one decode step over `seq_lens` (`[B]` int32, 0 for padded rows); a dense one scans nothing."""
+        first = len(FIELDS) if dense else 0
         step_totals(
             seq_lens,
             page_size=self._geometry.page_size,
             block_size=self._geometry.block_size,
-            min_context=self._min_context,
-            totals=self._counts[: self._totals_size],
+            min_context=_NEVER if dense else self._min_context,
+            totals=self._counts[first : first + len(FIELDS)],
         )
 
     def mark(self) -> None:
@@ -110,8 +115,9 @@ class DecodeCounters:
         return CounterWindow(self._counts, self._reading)
 
     def _reading(self, counts: torch.Tensor) -> Reading:
-        totals = dict(zip(FIELDS, counts[: self._totals_size].tolist(), strict=True))
-        kept = counts[self._totals_size :].view(self._shape).clone()
+        by_kind = counts[: self._totals_size].view(2, len(FIELDS))
+        totals, of_dense = (dict(zip(FIELDS, row.tolist(), strict=True)) for row in (by_kind.sum(0), by_kind[1]))
+        kept = counts[self._totals_size :].view(self._shape) + of_dense["blocks"]
         dense = [layer for layer in range(self._shape[0]) if layer not in self._sparse_layers]
         kept[dense] = totals["blocks"]
         if not totals["blocks"]:

@@ -331,5 +331,28 @@ def test_several_choices_are_summed(server: Any) -> None:
     assert usage["kept_fraction"] == usage["kept_blocks"] / usage["blocks"]
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_selection_begins_with_the_minimum_context(server: Any, beside: bool) -> None:
+    options, layers, kv_heads = get(server)["options"], 2, 2
+    block, page, sink, window = 16, 32, options["sink_tokens"], options["window_tokens"]
+
+    def read(tokens: int) -> int:
+        """Blocks that a step reads in a row: those that are always read, from the minimum context on."""
+        blocks = range(-(-tokens // block))
+        if tokens < options["min_context"]:
+            return len(blocks)
+        first = min(tokens - window, tokens // page * page)
+        return sum(b * block < sink or (b + 1) * block > first for b in blocks)
+
+    # A batch in which no request selects is decoded in another way than one in which another request does.
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(generate, server, prompt(120), 200) if beside else None
+        found = generate(server, prompt(121, 115), 30, gamma=1e-6)["meta_info"]["sparse_decode"]
+    assert found["kept_blocks"] == layers * kv_heads * sum(read(tokens) for tokens in range(116, 145))
+    assert found["kept_fraction"] < 1
+    if other:
+        assert other.result()["meta_info"]["sparse_decode"]["kept_fraction"] < 1
+
+
 def test_a_request_without_decode_steps_says_nothing(server: Any) -> None:
     assert "sparse_decode" not in generate(server, prompt(110), 1)["meta_info"]
