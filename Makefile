@@ -19,11 +19,12 @@ PYTEST_ARGS ?=
 WORKERS ?= auto
 # For test-all-sglang: some of its releases, such as 0.5.23; by default all.
 RELEASES ?=
-# For soak: how many requests, the time limit in minutes, what kind of server (resident, offloaded, split), the seed that a
-# failure printed, the round to begin with, and a file for the counts.
+# For soak: how many requests, the time limit in minutes, what kind of server (resident, offloaded, split), the length of
+# prompts (short, long), the seed that a failure printed, the round to begin with, and a file for the counts.
 SOAK_REQUESTS ?= 10000
 SOAK_MINUTES ?= 120
 SOAK_MODE ?= resident
+SOAK_SCALE ?= short
 SOAK_SEED ?=
 SOAK_FIRST_ROUND ?= 0
 SOAK_JSON ?= build/soak.json
@@ -53,7 +54,7 @@ test-all-sglang:
 
 soak:
 	@$(PREPARE); mkdir -p "$(dir $(SOAK_JSON))"; exec $(RUN) tests/soak/soak_run.py --requests "$(SOAK_REQUESTS)" \
-		--minutes "$(SOAK_MINUTES)" --mode "$(SOAK_MODE)" $(addprefix --seed=,$(SOAK_SEED)) \
+		--minutes "$(SOAK_MINUTES)" --mode "$(SOAK_MODE)" --scale "$(SOAK_SCALE)" $(addprefix --seed=,$(SOAK_SEED)) \
 		--first-round "$(SOAK_FIRST_ROUND)" --json "$(SOAK_JSON)"
 
 lint:

@@ -4,8 +4,9 @@
     python -m benchmarks tpot --model WORKLOAD --prompts runs --context 130000 --batch 1 2 4 6
 
 Every request has a prompt of its own, prefilled before timing, so that what is timed is decoding alone: the mean time
-between tokens while all requests of the batch decode. Beside it stands the time to the first token of the prompts that
-were prefilled for the batch, one at a time. Every server gets decode CUDA graphs of exactly the batch sizes
+between tokens while all requests of the batch decode. Beside it stand the times to the first token: of the prompts that
+were prefilled for the batch, one at a time, and of the timed requests, whose prompts are in the prefix cache, all at
+once. Every server gets decode CUDA graphs of exactly the batch sizes
 measured. Answers are greedy; those of the sparse server are compared with the dense one's, and with real prompts, in an
 untimed pass, the distributions they were chosen from (`kl`).
 """
@@ -35,6 +36,7 @@ HEAD = (
     "batch",
     "context",
     "TTFT s",
+    "cached s",
     "TPOT ms",
     "tokens/s",
     "kept",
@@ -73,12 +75,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 @dataclass(frozen=True)
 class Timed:
     """One batch: seconds a token, kept and bytes read (None if dense), the answers, the median seconds to the first
-    token of the prompts that were new to the server (None if none was), and scored answers (empty if not asked for)."""
+    token of the prompts that were new to the server (None if none was) and of cached ones, and scored answers (empty if
+    not asked for)."""
 
     seconds: float
     read: tuple[float, float] | None
     answers: list[list[int]]
     first: float | None
+    first_cached: float
     scored: list[Scored]
 
 
@@ -120,7 +124,14 @@ def measure_server(
                     check_cached([answer], len(prompt))
                 read = after.since(before) if after else None
                 scored = score_at_once(client, own[:batch], kl_tokens) if kl_tokens else []
-                timed = Timed(tpot_together(answers), read, [answer.tokens for answer in answers], first, scored)
+                timed = Timed(
+                    tpot_together(answers),
+                    read,
+                    [answer.tokens for answer in answers],
+                    first,
+                    percentile([answer.ttft for answer in answers], 0.5),
+                    scored,
+                )
                 first = None
                 yield context, batch, gamma, timed
 
@@ -182,6 +193,7 @@ def measure_variants(
                     ]
                     if timed.first:
                         rows.append(Row("ttft", case, 1, context, impl, timed.first * 1e3))
+                        rows.append(Row("ttft-cached", case, batch, context, impl, timed.first_cached * 1e3))
                     results.append(rows)
                     lines.append(table_line(impl, batch, context, timed, before, kl))
                     print("  ".join(lines[-1]), flush=True)
@@ -211,6 +223,7 @@ def table_line(
         str(batch),
         str(context),
         f"{timed.first:.3f}" if timed.first else "",
+        f"{timed.first_cached:.3f}",
         f"{timed.seconds * 1e3:.3f}",
         f"{batch / timed.seconds:.1f}",
         share(kept),

@@ -6,14 +6,36 @@ import dataclasses
 import random
 from typing import Any, Literal
 
-PAGE_SIZE = 32
-POOL_TOKENS = 1536
-"""The server's KV pool: little more than one of the longest requests, which have 1160 tokens."""
-CONTEXT = 4096
 VOCABULARY = 256
 _GAMMAS = (0.3, 0.6, 0.9, 0.97, 1.0)
 
 Ending = Literal["finish", "abort", "disconnect", "refused"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How long requests are, and the server that they are asked of."""
+
+    page_size: int
+    pool_tokens: int
+    """The server's KV pool: little more than one of the longest requests."""
+    context: int
+    chunk: int
+    """Tokens that are prefilled at once."""
+    min_context: int
+    unit: int = 1
+    """Lengths of prompts are drawn as multiples of it; the longest has 900."""
+
+    @property
+    def longest_prompt(self) -> int:
+        return 900 * self.unit
+
+
+SCALES = {
+    "short": Scale(page_size=32, pool_tokens=1536, context=4096, chunk=128, min_context=64),
+    # Prompts of up to 29,700 tokens, and of 8,250 where answers grow out of the pool together.
+    "long": Scale(page_size=64, pool_tokens=40_960, context=32_768, chunk=4096, min_context=2048, unit=33),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +103,20 @@ class Event:
     """How long a pause lasts."""
 
 
-def plan(seed: int, round_number: int, requests: int) -> list[Request | Event]:
+def plan(seed: int, round_number: int, requests: int, scale: Scale = SCALES["short"]) -> list[Request | Event]:
     """The steps of one round, in the order in which they begin.
 
     Every other round has short prompts and long answers, which grow out of the pool together and are retracted.
     """
     draw = random.Random(f"{seed}/{round_number}")
     grows = round_number % 2 == 1
-    families = [_ids(draw, 700) for _ in range(4)]
+    families = [_ids(draw, 700 * scale.unit) for _ in range(4)]
     steps: list[Request | Event] = []
     made: list[Request] = []
     for number in range(requests):
         if draw.random() < 0.08:
             steps.append(_event(draw))
-        made.append(_request(draw, number, families, made, grows))
+        made.append(_request(draw, number, families, made, grows, scale))
         steps.append(made[-1])
     return steps
 
@@ -110,17 +132,22 @@ def _event(draw: random.Random) -> Event:
 
 
 def _request(
-    draw: random.Random, number: int, families: list[tuple[int, ...]], made: list[Request], grows: bool
+    draw: random.Random,
+    number: int,
+    families: list[tuple[int, ...]],
+    made: list[Request],
+    grows: bool,
+    scale: Scale,
 ) -> Request:
     custom = draw.choices((None, {"gamma": draw.choice(_GAMMAS)}, {"dense": True}), (5, 3, 1))[0]
     kind = draw.choices(("plain", "abort", "disconnect", "refused", "several", "sampled"), (60, 12, 8, 4, 5, 5))[0]
     if kind == "refused":
-        return _refused(draw, number)
-    ids, family = _prompt(draw, number, families, 250 if grows else 900)
+        return _refused(draw, number, scale)
+    ids, family = _prompt(draw, number, families, (250 if grows else 900) * scale.unit, scale)
     twin = draw.random() < 0.05 and bool(made)
     if twin:
         original = draw.choice(made)
-        ids, family = original.ids[:900], original.family
+        ids, family = original.ids[: scale.longest_prompt], original.family
     asked = Request(number, ids, _tokens(draw, grows), family, is_twin=twin, custom=custom, stream=draw.random() < 0.7)
     if kind == "several":
         route = draw.choice(("/generate", "/v1/completions"))
@@ -138,10 +165,10 @@ def _request(
     return asked
 
 
-def _refused(draw: random.Random, number: int) -> Request:
+def _refused(draw: random.Random, number: int, scale: Scale) -> Request:
     """A request that is answered with HTTP 400: too long for the context or the pool, or wrong settings."""
     if draw.random() < 0.6:
-        length = draw.choice((POOL_TOKENS + 1, CONTEXT + 1, CONTEXT + draw.randrange(2, 500)))
+        length = draw.choice((scale.pool_tokens + 1, scale.context + 1, scale.context + draw.randrange(2, 500)))
         # No stream: that answers HTTP 200 before SGLang looks at the length.
         return Request(number, _ids(draw, length), 1, -number - 1, ending="refused")
     wrong = draw.choice(({"gamma": 1.5}, {"gamma": "0.9"}, {"dense": 1}, {"delta": 3}, {"unknown": 1}, [1]))
@@ -149,17 +176,17 @@ def _refused(draw: random.Random, number: int) -> Request:
 
 
 def _prompt(
-    draw: random.Random, number: int, families: list[tuple[int, ...]], longest: int
+    draw: random.Random, number: int, families: list[tuple[int, ...]], longest: int, scale: Scale
 ) -> tuple[tuple[int, ...], int]:
     """A prompt of at most `longest` tokens, and its family."""
     if draw.random() < 0.35:
         length = draw.choice((draw.randrange(1, 40), draw.randrange(40, 300), draw.randrange(300, 900)))
-        return _ids(draw, min(length, longest)), -number - 1
+        return _ids(draw, min(length * scale.unit, longest)), -number - 1
     family = draw.randrange(len(families))
-    pages = draw.randrange(1, min(len(families[family]), longest) // PAGE_SIZE)
+    pages = draw.randrange(1, min(len(families[family]), longest) // scale.page_size)
     # At a page border, next to it, or anywhere.
-    cut = pages * PAGE_SIZE + draw.choice((0, 0, -1, 1, draw.randrange(PAGE_SIZE)))
-    tail = draw.choice((2, draw.randrange(2, 40), PAGE_SIZE, draw.randrange(40, 200)))
+    cut = pages * scale.page_size + draw.choice((0, 0, -1, 1, draw.randrange(scale.page_size)))
+    tail = draw.choice((2, draw.randrange(2, 40), scale.page_size, draw.randrange(40, 200)))
     # Unlike those of other requests.
     tail = max(2, min(tail, longest - cut))
     return families[family][:cut] + _ids(draw, tail), family

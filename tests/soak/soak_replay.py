@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import harness
 import soak_server
 from soak_client import Answer, Outcome, Settings
-from soak_plan import PAGE_SIZE, POOL_TOKENS, Request
+from soak_plan import SCALES, Request, Scale
 
-MARGIN = 1e-3
+MARGIN = max(1e-3, harness.SURE)
 """Nats between the two best tokens below which rounding may choose."""
 _AT_ONCE = 8
-_LARGEST_WAVE = POOL_TOKENS * 3 // 4
 _CANDIDATES = 12
 
 
@@ -33,9 +33,8 @@ class Part:
     prompt: tuple[int, ...]
     expected: tuple[int, ...]
 
-    @property
-    def slots(self) -> int:
-        return -(-(len(self.prompt) + len(self.expected)) // PAGE_SIZE) * PAGE_SIZE
+    def slots(self, scale: Scale) -> int:
+        return -(-(len(self.prompt) + len(self.expected)) // scale.page_size) * scale.page_size
 
 
 @dataclasses.dataclass
@@ -58,7 +57,7 @@ class Tally:
         self.wrong += other.wrong
 
 
-def replay(server: Any, outcomes: Iterable[Outcome]) -> Tally:
+def replay(server: Any, outcomes: Iterable[Outcome], scale: Scale = SCALES["short"]) -> Tally:
     """Checks all answers that can be checked; leaves the server with its own settings and an empty cache."""
     tally = Tally()
     groups: dict[tuple[float | None, bool], list[list[tuple[Part, ...]]]] = {}
@@ -75,7 +74,7 @@ def replay(server: Any, outcomes: Iterable[Outcome]) -> Tally:
             groups.setdefault((outcome.before.gamma, outcome.before.enabled), []).append(ways)
     for (gamma, enabled), checks in groups.items():
         change(server, gamma=gamma, enabled=enabled)
-        for ways, together in _differing(server, checks):
+        for ways, together in _differing(server, checks, scale):
             _judge(server, ways, together, tally)
     change(server, gamma=None, enabled=True)
     soak_server.flush(server)
@@ -110,13 +109,13 @@ def _ways(outcome: Outcome, answer: Answer) -> list[tuple[Part, ...]]:
 
 
 def _differing(
-    server: Any, checks: list[list[tuple[Part, ...]]]
+    server: Any, checks: list[list[tuple[Part, ...]]], scale: Scale
 ) -> list[tuple[list[tuple[Part, ...]], dict[Part, list[int]]]]:
     """Those checks of which the first way, asked for together with others, does not give the same tokens, and these."""
     parts = {id(part): part for ways in checks for part in ways[0]}
     got: dict[int, list[int]] = {}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for wave in _waves(list(parts.values())):
+        for wave in _waves(list(parts.values()), scale):
             soak_server.flush(server)
             answers = pool.map(lambda part: _ask(server, part), wave)
             got |= {id(part): answer["output_ids"] for part, answer in zip(wave, answers, strict=True)}
@@ -128,14 +127,15 @@ def _differing(
     return differing
 
 
-def _waves(parts: list[Part]) -> Iterator[list[Part]]:
+def _waves(parts: list[Part], scale: Scale) -> Iterator[list[Part]]:
     """Parts that fit into the pool together, none with a prefix of another."""
     rest = sorted(parts, key=lambda part: len(part.expected))
     while rest:
         wave: list[Part] = []
         left = []
         for part in rest:
-            fits = sum(other.slots for other in wave) + part.slots <= _LARGEST_WAVE or not wave
+            needed = sum(each.slots(scale) for each in (*wave, part))
+            fits = needed <= scale.pool_tokens * 3 // 4 or not wave
             alone = all(other.request.family != part.request.family for other in wave)
             (wave if fits and alone and len(wave) < _AT_ONCE else left).append(part)
         yield wave

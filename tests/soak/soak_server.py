@@ -10,13 +10,12 @@ from typing import Any
 import harness
 import psutil
 import requests
-from soak_plan import PAGE_SIZE, POOL_TOKENS
+from soak_plan import Scale
 
 # Small pages, chunks and batches; hardly any reserve for tokens to come, so that running requests are retracted.
 _FLAGS = (
-    *("--sparse-decode", "--sparse-decode-min-context", "64", "--sparse-decode-window-tokens", "32"),
-    *("--sparse-decode-gamma", "0.9", "--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "128"),
-    *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "8", "--schedule-conservativeness", "0.1"),
+    *("--sparse-decode", "--sparse-decode-window-tokens", "32", "--sparse-decode-gamma", "0.9"),
+    *("--max-running-requests", "8", "--schedule-conservativeness", "0.1"),
     *("--enable-metrics", "--log-level-http", "warning"),
 )
 MODES: dict[str, tuple[str, ...]] = {
@@ -32,9 +31,16 @@ _COMPLAINTS = ("leak", "double free", "use-after-free", "Traceback", "Scheduler 
 """What SGLang logs when its own idle checks fail, or when something raised."""
 
 
-def start(model: Path, mode: str, log: Path) -> harness.Server:
+def start(model: Path, mode: str, log: Path, scale: Scale) -> harness.Server:
+    sizes = {
+        "--page-size": scale.page_size,
+        "--max-total-tokens": scale.pool_tokens,
+        "--chunked-prefill-size": scale.chunk,
+        "--sparse-decode-min-context": scale.min_context,
+    }
+    flags = [str(part) for pair in sizes.items() for part in pair]
     # As tests/conftest.py has it; `make soak` runs without pytest.
-    return harness.Server(model, *_FLAGS, *MODES[mode], log=log, OMP_NUM_THREADS="1")
+    return harness.Server(model, *_FLAGS, *flags, *MODES[mode], log=log, OMP_NUM_THREADS="1")
 
 
 def flush(server: harness.Server) -> None:

@@ -12,7 +12,7 @@ import pytest
 import soak_server
 from random_model import write_random_model
 from soak_client import Answer, Outcome, Settings
-from soak_plan import CONTEXT, PAGE_SIZE, POOL_TOKENS, Event, Request, plan
+from soak_plan import SCALES, Event, Request, Scale, plan
 from soak_replay import _ways, replay
 from soak_run import Soak
 
@@ -25,7 +25,8 @@ SEED = int(os.environ.get("SOAK_SEED", "1"))
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("soak")
-    with soak_server.start(write_random_model(folder / "model"), "resident", folder / "server.log") as running:
+    model = write_random_model(folder / "model")
+    with soak_server.start(model, "resident", folder / "server.log", SCALES["short"]) as running:
         yield running
 
 
@@ -56,20 +57,22 @@ def test_a_seed_gives_the_same_plan_and_another_seed_does_not() -> None:
     assert plan(1, 0, 50) != plan(1, 1, 50)
 
 
-def test_plans_hold_all_that_they_promise() -> None:
-    steps = [step for round_number in range(8) for step in plan(3, round_number, 100)]
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_plans_hold_all_that_they_promise(scale: Scale) -> None:
+    steps = [step for round_number in range(8) for step in plan(3, round_number, 100, scale)]
     asked = [step for step in steps if isinstance(step, Request)]
     events = [step for step in steps if isinstance(step, Event)]
     assert {event.kind for event in events} == {"flush", "change", "pause", "look"}
     assert {event.mode for event in events if event.kind == "pause"} == {"abort", "in_place", "retract"}
     assert {request.ending for request in asked} == {"finish", "abort", "disconnect", "refused"}
     assert {request.stream for request in asked} == {True, False}
-    assert any(len(request.ids) > CONTEXT for request in asked)
+    assert any(len(request.ids) > scale.context for request in asked)
     assert any(request.tokens == 1 for request in asked)
     assert any(request.n > 1 for request in asked)
     served = [request for request in asked if request.ending != "refused"]
     # SGLang never admits a request that has no room for a page beyond its largest length, nor any request after it.
-    assert max(len(request.ids) + request.tokens for request in served) + PAGE_SIZE < POOL_TOKENS
+    assert max(len(request.ids) + request.tokens for request in served) + scale.page_size < scale.pool_tokens
+    assert max(len(request.ids) + request.tokens for request in served) < scale.context
 
 
 def test_what_was_served_during_a_change_or_sampled_is_not_checked() -> None:
