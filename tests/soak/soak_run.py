@@ -273,9 +273,8 @@ def main() -> int:
     for failure in report.failures:
         print(f"FAILED: {failure}")
     if report.failures:
-        print(
-            f"again: --mode {args.mode} --scale {args.scale} --seed {seed} --first-round N --round-size {args.round_size}"
-        )
+        same = f"--mode {args.mode} --scale {args.scale} --round-size {args.round_size}"
+        print(f"again: {same} --seed {seed} --first-round N")
     return bool(report.failures)
 
 
