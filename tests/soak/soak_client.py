@@ -145,8 +145,8 @@ def _add(event: dict[str, Any], request: Request, answers: list[Answer]) -> None
         return
     answer, meta = answers[event.get("index", 0)], event["meta_info"]
     ids, retractions = event["output_ids"], meta.get("num_retractions", answer.retractions)
-    if (meta["finish_reason"] or {}).get("type") == "abort" and len(ids) < len(answer.ids):
-        # A stream aborted while it waited to go on ends with its last token alone.
+    if (meta["finish_reason"] or {}).get("type") == "abort" and (len(ids) < len(answer.ids) or len(ids) == 1):
+        # A stream aborted while it waited to go on ends with its last token alone, however many came before it.
         ids = answer.ids
     if ids[: len(answer.ids)] != answer.ids:
         raise ValueError(f"a stream took back tokens: {answer.ids} became {ids}")

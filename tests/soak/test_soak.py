@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import soak_server
 from random_model import write_random_model
-from soak_client import Answer, Outcome, Settings
+from soak_client import Answer, Outcome, Settings, _add
 from soak_plan import SCALES, Event, Request, Scale, plan
 from soak_replay import _ways, replay
 from soak_run import Soak
@@ -96,6 +96,18 @@ def test_retracted_answers_are_replayed_in_parts() -> None:
     ]
     # Where it was retracted is not known: it was not streamed.
     assert not _ways(outcome, dataclasses.replace(answer, cuts=[], are_cuts_known=False))
+
+
+@pytest.mark.parametrize(("came", "last"), [([], [7]), ([5], [7]), ([5], [5]), ([5, 6], [7]), ([5, 6], [])])
+def test_a_stream_that_is_aborted_while_it_waits_keeps_what_came(came: list[int], last: list[int]) -> None:
+    request, answers = Request(0, (1, 2, 3), 4, 0), [Answer()]
+    if came:
+        _add({"output_ids": came, "meta_info": {"finish_reason": None}}, request, answers)
+    _add({"output_ids": last, "meta_info": {"finish_reason": {"type": "abort"}}}, request, answers)
+    assert (answers[0].ids, answers[0].finish) == (came, "abort")
+    answers = [Answer([5])]
+    with pytest.raises(ValueError, match="took back tokens"):
+        _add({"output_ids": [7], "meta_info": {"finish_reason": {"type": "length"}}}, request, answers)
 
 
 @pytest.mark.parametrize(
