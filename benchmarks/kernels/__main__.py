@@ -46,6 +46,8 @@ ON_REQUEST = (
     "block_unpack",
     "block_store",
     "expected_blocks",
+    "prefetch_budget",
+    "prefetch_totals",
     "rotated_heads",
     "gather_overlap",
     "split_attention",

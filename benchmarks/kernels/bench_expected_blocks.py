@@ -45,7 +45,8 @@ def run(suite: Suite) -> Iterator[Measurement]:
     pool = suite.num_pages * suite.blocks_per_page
     draws = torch.rand((suite.num_kv_heads, pool), generator=rng, device=suite.device)
     slot_map = torch.where(draws < 0.5, -1, 0).int()
-    budget = BUDGET_BYTES // (2 * suite.block_size * suite.head_bytes)
+    blocks = BUDGET_BYTES // (2 * suite.block_size * suite.head_bytes)
+    budget = torch.tensor([blocks], dtype=torch.int32, device=suite.device)
     sizes = {"page_size": suite.page_size, "block_size": suite.block_size, "min_context": 0, "budget": budget}
     for vectors in (suite.group_size, 1):
         for size, context in suite.cases():

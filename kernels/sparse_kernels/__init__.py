@@ -19,6 +19,8 @@ from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_re
 from .host_block import pack_blocks, unpack_blocks
 from .page_summary import page_summary, page_summary_reference
 from .page_table import snapshot_page_table, snapshot_page_table_reference
+from .prefetch_budget import prefetch_budget, prefetch_budget_reference, prefetch_state
+from .prefetch_totals import prefetch_totals, prefetch_totals_reference
 from .pseudo_maximum import pseudo_maximum, pseudo_maximum_reference
 from .request_totals import request_totals, request_totals_reference
 from .rotated_heads import rotated_heads, rotated_heads_reference
@@ -79,6 +81,11 @@ __all__ = [
     "pack_blocks",
     "page_summary",
     "page_summary_reference",
+    "prefetch_budget",
+    "prefetch_budget_reference",
+    "prefetch_state",
+    "prefetch_totals",
+    "prefetch_totals_reference",
     "pseudo_maximum",
     "pseudo_maximum_reference",
     "request_totals",

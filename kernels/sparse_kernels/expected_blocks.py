@@ -71,7 +71,8 @@ def expected_blocks_reference(
     seq_lens: torch.Tensor,
     slot_map: torch.Tensor,
     *,
-    budget: int,
+    budget: torch.Tensor,
+    part: tuple[int, int] = (1, 1),
     page_size: int,
     block_size: int,
     min_context: int,
@@ -94,7 +95,8 @@ def expected_blocks_reference(
     bins = torch.where(absent & (shares > 0), bins, 0)
     best = bins.flatten().sort(descending=True, stable=True)
     chosen = torch.zeros_like(best.values, dtype=torch.bool)
-    chosen[best.indices[:budget]] = best.values[:budget] > 0
+    own = int(budget) * part[0] // part[1]
+    chosen[best.indices[:own]] = best.values[:own] > 0
     request, head, block = chosen.view_as(bins).nonzero(as_tuple=True)
     place = chosen.view_as(bins).cumsum(-1)[request, head, block] - 1
     block_lists[request, head, place] = block.to(torch.int32)
@@ -176,7 +178,7 @@ def _bin_kernel(
     tl.atomic_add(counts + number, own, mask=own > 0)
 
 
-@triton.jit(do_not_specialize=["budget"])
+@triton.jit(do_not_specialize=["numerator", "denominator"])
 def _list_kernel(
     bins,
     row_counts,
@@ -188,7 +190,9 @@ def _list_kernel(
     bins_stride_h,
     lists_stride_b,
     lists_stride_h,
-    budget,
+    budgets,
+    numerator,
+    denominator,
     BINS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -198,6 +202,7 @@ def _list_kernel(
     h = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     number = tl.arange(0, BINS)
+    budget = (tl.load(budgets).to(tl.int64) * numerator // denominator).to(tl.int32)
     each = tl.load(counts + number)
     # The bin at which the budget is reached; 0, which is nobody's, if it is not.
     edge = tl.max(tl.where(tl.cumsum(each, 0, reverse=True) >= budget, number, 0), 0)
@@ -226,7 +231,8 @@ def _expected_blocks_triton(
     seq_lens: torch.Tensor,
     slot_map: torch.Tensor,
     *,
-    budget: int,
+    budget: torch.Tensor,
+    part: tuple[int, int] = (1, 1),
     page_size: int,
     block_size: int,
     min_context: int,
@@ -272,6 +278,7 @@ def _expected_blocks_triton(
         *workspace.bins.stride()[:2],
         *block_lists.stride()[:2],
         budget,
+        *part,
         BINS=BINS,
         PAGE=page_size,
         BLOCK=block_size,
@@ -286,7 +293,8 @@ def expected_blocks(
     seq_lens: torch.Tensor,
     slot_map: torch.Tensor,
     *,
-    budget: int,
+    budget: torch.Tensor,
+    part: tuple[int, int] = (1, 1),
     page_size: int,
     block_size: int,
     min_context: int,
@@ -295,7 +303,8 @@ def expected_blocks(
     block_counts: torch.Tensor,
     impl: str = "auto",
 ) -> None:
-    """Lists the `budget` blocks, over all rows, that are expected to have the largest share of their row's attention.
+    """Lists the blocks that are expected to have the largest share of their row's attention, over all rows as many as
+    the budget says.
 
     A block's share is the mean over the R vectors of its KV head of `softmax(log_mass)`; a vector with a mass that is
     NaN or +inf counts as 0. Candidates are blocks of pages before the one of the request's last token that are in no
@@ -309,7 +318,8 @@ def expected_blocks(
         page_table: `[>=B, max_pages]` int32, physical pages.
         seq_lens: `[>=B]` int32, in tokens; 0 for padded rows.
         slot_map: `[Hkv, pool blocks]` int32, see `SlotMaps`: negative for a block that is in no slot.
-        budget: blocks, at least 1.
+        budget: `[1]` int32, blocks; with 0 nothing is listed.
+        part: numerator and denominator of the share of the budget that these rows have, rounded down.
         page_size, block_size: tokens.
         workspace: for at least B requests of N blocks; overwritten.
         block_lists: `[>=B, Hkv, N]` int32, output: ascending block numbers.
@@ -320,8 +330,10 @@ def expected_blocks(
         ValueError: a shape, dtype or size is not as above.
     """
     check_sizes(page_size, block_size)
-    if budget < 1:
-        raise ValueError(f"budget is {budget}; needed: at least 1")
+    check_shape("budget", budget, 1)
+    check_dtype("budget", budget, torch.int32)
+    if not 0 <= part[0] <= part[1]:
+        raise ValueError(f"part is {part}; needed: a numerator of at least 0 and no larger denominator")
     check_shape("log_mass", log_mass, None, None, None, None)
     check_dtype("log_mass", log_mass, torch.float32)
     check_inner_contiguous("log_mass", log_mass)
@@ -352,6 +364,7 @@ def expected_blocks(
         seq_lens,
         slot_map,
         budget=budget,
+        part=part,
         page_size=page_size,
         block_size=block_size,
         min_context=min_context,

@@ -2,8 +2,8 @@
 
 For each layer l, beside the forward stream: `score` as soon as the layer's input is there, which chooses blocks of
 layer l + 1 that are in no slot, and `fetch` once layer l has fetched what it misses, so that copies which somebody
-waits for go first. Both are over when layer l + 1 stores its keys. Nothing here waits for the device or branches on
-data.
+waits for go first. Both are over when layer l + 1 stores its keys. How many blocks a layer's forecast may fetch is
+settled as the step begins, by what the steps before lacked. Nothing here waits for the device or branches on data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sparse_kernels import ExpectedWorkspace, expected_blocks
+from sparse_kernels import (
+    ExpectedWorkspace,
+    expected_blocks,
+    prefetch_budget,
+    prefetch_state,
+    prefetch_totals,
+    stopwatch,
+    stopwatch_state,
+)
+from sparse_kernels.prefetch_totals import FIELDS as TOTALS
+from sparse_kernels.stopwatch import START
 
 from sglang_sparse.memory import requests_per_turn
 from sglang_sparse.selection import make_estimator
@@ -23,8 +33,12 @@ from .protocol import Forecast
 if TYPE_CHECKING:
     from sglang_sparse.offload.decode import OffloadedDecode
 
-TOTALS = ("prefetched", "used")
-"""Blocks that were prefetched, and those of them that their step went on to read."""
+LINK = 38_000
+"""Bytes a microsecond: four fifths of what `block_gather` brings over PCIe on an H200 (docs/offload.md), since scores
+and the copies that somebody waits for come first."""
+
+SCORE_BYTES = 480_000
+"""What PCIe brings in the 10 us for which scores hold up the other kernels of a layer."""
 
 
 class Lookahead:
@@ -35,7 +49,8 @@ class Lookahead:
         scales: of each layer's attention.
         hidden: width of the inputs.
         dtype: of the inputs.
-        budget: blocks that a layer's forecast may fetch in a step, over requests and KV heads.
+        budget: blocks that a layer's forecast may fetch in a step at most, over requests and KV heads.
+        least: blocks that a layer has to lack for its forecast to be worth its time.
     """
 
     def __init__(
@@ -47,11 +62,12 @@ class Lookahead:
         hidden: int,
         dtype: torch.dtype,
         budget: int,
+        least: int = 1,
     ) -> None:
         self.forecast = forecast
         self._decode = decode
         self._scales = scales
-        self._budget = budget
+        self._least, self._most = least, budget
         b = decode.buffers
         g = self._geometry = dataclasses.replace(decode.geometry, group_size=forecast.per_head)
         self._estimator = make_estimator(decode.options, g)
@@ -67,6 +83,14 @@ class Lookahead:
         self._counts = torch.zeros((b.max_requests, g.kv_heads), dtype=torch.int32, device=device)
         self.totals = torch.zeros((decode.layers, len(TOTALS)), dtype=torch.int64, device=device)
         """`[layers, 2]` since start, see `TOTALS`."""
+        self._state = prefetch_state(decode.layers, budget, device)
+        self.budgets = torch.zeros(decode.layers, dtype=torch.int32, device=device)
+        """`[layers]` int32: blocks that each layer's forecast may fetch in this step."""
+        self._lengths = torch.zeros((decode.layers, b.max_requests), dtype=torch.int32, device=device)
+        forecastable = [layer for layer in range(decode.layers) if layer in forecast]
+        self._timed = forecastable[len(forecastable) // 2] if forecastable and self.totals.is_cuda else None
+        """The layer whose copies are timed: its like have as long."""
+        self._clock = stopwatch_state(1, device) if self._timed is not None else None
         self._batch = 0
         self._noted: int | None = None
         self._fetched: int | None = None
@@ -84,14 +108,40 @@ class Lookahead:
         self._inputs[layer % 2, : self._batch].copy_(x)
         self._noted = layer
 
+    def plan(self) -> None:
+        """Settles the budgets. To be called as a step begins, on the forward stream."""
+        if not self._batch:
+            return
+        decode = self._decode
+        decode.offload.streams.operation("budget", reads=["forecast totals"], writes=["budgets"])
+        prefetch_budget(
+            decode.buffers.seq_lens,
+            decode.cache.totals,
+            self.totals,
+            clock=self._clock,
+            state=self._state,
+            least=self._least,
+            most=self._most,
+            bytes_per_microsecond=LINK,
+            block_bytes=decode.missed_block_bytes,
+            budgets=self.budgets,
+            lengths=self._lengths[:, : self._batch],
+        )
+
+    def arrive(self, layer: int) -> None:
+        """To be called as `layer` is about to wait for what was fetched for it."""
+        if layer == self._timed and self._fetched == layer:
+            assert self._clock is not None
+            stopwatch(self._decode.buffers.seq_lens, self._clock, phase=0)
+
     def score(self, layer: int) -> None:
         """Chooses the blocks of `layer + 1` to prefetch. To be called in `layer`, whose input has been noted."""
         if self._noted != layer:
             return
         offload, following = self._decode.offload, layer + 1
         with offload.beside(following):
-            reads = [(name, following) for name in ("summaries", "maps", "open")]
-            offload.streams.operation("score", reads=[("input", layer % 2), *reads], writes=["expected lists"])
+            reads = [("input", layer % 2), "budgets", *((name, following) for name in ("summaries", "maps", "open"))]
+            offload.streams.operation("score", reads=reads, writes=["expected lists"])
             for start in range(0, self._batch, self.turn):
                 self._score_turn(following, slice(start, min(start + self.turn, self._batch)))
 
@@ -103,6 +153,9 @@ class Lookahead:
             self._count(layer)
             return
         following = layer + 1
+        if following == self._timed:
+            assert self._clock is not None
+            stopwatch(b.seq_lens, self._clock, phase=START)
         with offload.beside(following):
             self._count(layer)
             offload.bring_expected(
@@ -116,7 +169,8 @@ class Lookahead:
 
     def _score_turn(self, layer: int, turn: slice) -> None:
         b, g, cache = self._decode.buffers, self._geometry, self._decode.cache
-        page_table, seq_lens = b.page_table[turn], b.seq_lens[turn]
+        # Of rows that count as padded nothing is scored: of all, if the layer has no budget.
+        page_table, seq_lens = b.page_table[turn], self._lengths[layer, turn]
         rows, min_context = turn.stop - turn.start, self._decode.options.min_context
         vectors = self.forecast.vectors(layer, self._inputs[(layer - 1) % 2, turn], (seq_lens - 1).long())
         log_mass = self._log_mass[:rows]
@@ -135,8 +189,8 @@ class Lookahead:
             page_table,
             seq_lens,
             cache.maps[layer].slot_map,
-            # A turn's part of what the layer may fetch.
-            budget=max(1, self._budget * rows // self._batch),
+            budget=self.budgets[layer : layer + 1],
+            part=(rows, self._batch),
             page_size=g.page_size,
             block_size=g.block_size,
             min_context=min_context,
@@ -146,26 +200,21 @@ class Lookahead:
         )
 
     def _count(self, layer: int) -> None:
-        """Adds up what was prefetched for `layer`, once its misses have been fetched: what it read has this epoch's
-        stamp, and what was put out meanwhile is not in its slot any more."""
+        """Adds up what was prefetched for `layer`, once its misses have been fetched."""
         if self._fetched != layer:
             return
         self._fetched = None
-        decode, g = self._decode, self._geometry
-        fetch, maps = decode.cache.expected, decode.cache.maps[layer]
-        if not maps.slots:
-            return
+        decode = self._decode
         decode.offload.streams.operation(
             "count", reads=[("maps", layer), ("list", 1), "epoch"], writes=["forecast totals"]
         )
-        valid = torch.arange(len(fetch.target), device=fetch.target.device) < fetch.copies
-        target = torch.where(valid, fetch.target, 0).long()
-        page = fetch.source // (g.kv_heads * g.blocks_per_page)
-        block = page * g.blocks_per_page + fetch.source % g.blocks_per_page
-        stays = maps.slot_block.flatten()[target] == block
-        used = valid & stays & (maps.slot_stamp.flatten()[target] == decode.cache.epoch)
-        self.totals[layer, 0] += fetch.copies[0]
-        self.totals[layer, 1] += used.sum()
+        prefetch_totals(
+            decode.cache.expected,
+            decode.cache.maps[layer],
+            decode.cache.epoch,
+            blocks_per_page=self._geometry.blocks_per_page,
+            totals=self.totals[layer],
+        )
 
 
 def report(lookahead: Lookahead | None, misses: int, block_bytes: int) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from sglang_sparse.selection_options import FORECAST
 
 from .choice import NONE, QUERY, make_forecast
 from .chooser import ForecastChooser
-from .lookahead import Lookahead
+from .lookahead import SCORE_BYTES, Lookahead
 from .model_parts import ModelParts, parts_of_sglang
 from .projections import OneVector
 from .protocol import Forecast
@@ -52,7 +52,9 @@ def install_forecasts(model: Any, decode: OffloadedDecode, options: SparseDecode
     parts, forecast = _forecast(model, options)
     if options.select_by == FORECAST:
         _install_chooser(parts, forecast, decode, options)
-    budget = max(1, int(options.forecast_budget * MIB) // decode.missed_block_bytes)
+    block = decode.missed_block_bytes
+    budget = max(1, int(options.forecast_budget * MIB) // block)
+    on_gpu = decode.buffers.seq_lens.is_cuda
     lookahead = Lookahead(
         forecast,
         decode,
@@ -60,6 +62,7 @@ def install_forecasts(model: Any, decode: OffloadedDecode, options: SparseDecode
         hidden=parts.hidden_size,
         dtype=parts.layers[0].projection.weight.dtype,
         budget=budget,
+        least=-(-SCORE_BYTES // block) if on_gpu else 1,
     )
     _note_inputs(parts, lookahead.note)
     decode.lookahead = lookahead

@@ -107,7 +107,10 @@ class OffloadedDecode(OwnPoolDecode):
         self._batch = batch
         if layer == 0:
             self.offload.begin()
+            if self.lookahead:
+                self.lookahead.plan()
         if self.lookahead:
+            self.lookahead.arrive(layer)
             self.lookahead.score(layer)
         if self.clock:
             self.clock.enter(layer)

@@ -177,6 +177,7 @@ def test_the_budget_goes_to_the_most_probable_blocks() -> None:
     place = pair.table[1, pair.lengths[0] - 1 :][:1].long()
     pair.offloaded.load(pair.table, torch.tensor([1, 0, 0, 0]), lengths, torch.ones(4, dtype=torch.int32), place)
     lookahead.note(0, torch.zeros(4, HIDDEN))
+    lookahead.plan()
     seed = lookahead.forecast.generator.get_state()  # type: ignore[attr-defined]
     lookahead.score(0)
     lookahead.forecast.generator.set_state(seed)  # type: ignore[attr-defined]
@@ -194,6 +195,28 @@ def test_the_budget_goes_to_the_most_probable_blocks() -> None:
     found = {(h, int(j)) for h, count in enumerate(counts) for j in lookahead._lists[0, h, :count]}
     assert found == expected
     assert lookahead._counts[1:].sum() == 0
+
+
+def test_where_nothing_is_missed_nothing_is_scored_until_something_is() -> None:
+    """All blocks fit into the slots: what is prefetched shrinks to nothing, and comes back when requests do."""
+    pair = Ahead(Noise(1), 200, budget=40)
+    for _ in range(25):
+        pair.step([0, 1])
+    # A page that closes is missed once.
+    quiet = []
+    for _ in range(20):
+        pair.step([0, 1])
+        quiet.append(pair.lookahead.budgets.tolist())
+    assert quiet.count([0] * LAYERS) > 5
+    prefetched, _ = pair.totals
+    for maps in pair.offloaded.cache.maps:
+        # As if others had taken all slots meanwhile.
+        maps.slot_map.fill_(-1)
+        maps.slot_block.fill_(-1)
+    for _ in range(3):
+        pair.step([0, 1])
+    assert pair.lookahead.budgets[1:].min() > 0
+    assert pair.totals[0] > prefetched
 
 
 class Forgetful(OrderLog):

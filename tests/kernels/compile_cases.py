@@ -57,7 +57,7 @@ def expected_blocks(s: Sizes) -> None:
     inputs = (s.masses(), s.page_table(), s.seq_lens(), s.maps().slot_map)
     workspace = sk.ExpectedWorkspace.create(s.batch, s.kv_heads, s.capacity, "cpu")
     lists = {"block_lists": s.lists(), "block_counts": s.counts()}
-    sk.expected_blocks(*inputs, budget=64, **s.plain, min_context=MIN_CONTEXT, workspace=workspace, **lists)
+    sk.expected_blocks(*inputs, budget=int32(1), **s.plain, min_context=MIN_CONTEXT, workspace=workspace, **lists)
 
 
 def rotated_heads(s: Sizes, interleaved: bool, normed: bool, angles: int) -> None:
@@ -231,6 +231,19 @@ def slot_assign(s: Sizes, lag: int, more: bool) -> None:
     sk.slot_assign(int32(1), s.maps(), s.fetch(), lag=lag, blocks_per_page=s.per_page, **optional)
 
 
+def prefetch_budget(s: Sizes, clock: bool) -> None:
+    totals = {"demand_totals": torch.zeros(32, 4, dtype=torch.int64), "forecast_totals": torch.zeros(32, 2).long()}
+    sizes = {"least": 58, "most": 1024, "bytes_per_microsecond": 38_000, "block_bytes": 8192}
+    outputs = {"budgets": int32(32), "lengths": int32(32, s.batch)}
+    watch = sk.stopwatch_state(1, "cpu") if clock else None
+    sk.prefetch_budget(s.seq_lens(), **totals, clock=watch, state=sk.prefetch_state(32, 9, "cpu"), **sizes, **outputs)
+
+
+def prefetch_totals(s: Sizes) -> None:
+    totals = torch.zeros(2, dtype=torch.int64)
+    sk.prefetch_totals(s.fetch(), s.maps(), int32(1), blocks_per_page=s.per_page, totals=totals)
+
+
 def slot_claim(s: Sizes) -> None:
     sk.slot_claim(int32(16), int32(1), s.maps(), s.fetch(), lag=1)
 
@@ -324,6 +337,9 @@ CASES = [
     case(slot_lookup, "prefetch", QWEN, 1, False),
     case(slot_assign, "", LLAMA, 0, True),
     case(slot_assign, "prefetch", QWEN, 1, False),
+    case(prefetch_budget, "clock", LLAMA, True),
+    case(prefetch_budget, "", LLAMA, False),
+    case(prefetch_totals, "", LLAMA),
     case(slot_claim, "", LLAMA),
     case(snapshot_page_table, "int32", LLAMA, torch.int32),
     case(snapshot_page_table, "int64", SMALL, torch.int64),

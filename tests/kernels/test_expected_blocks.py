@@ -48,7 +48,7 @@ class Rows:
                         found[b, h, j] = share[j]
         return found
 
-    def choose(self, budget, impl, min_context=40, workspace=None):
+    def choose(self, budget, impl, min_context=40, workspace=None, part=(1, 1)):
         """Chosen blocks `[B, Hkv, N]` bool; checks the lists."""
         batch, kv_heads = self.mass.shape[:2]
         workspace = workspace or ExpectedWorkspace.create(batch + 1, kv_heads, self.capacity, DEVICE)
@@ -61,7 +61,8 @@ class Rows:
             self.table.to(DEVICE),
             lengths,
             self.slots.to(DEVICE),
-            budget=budget,
+            budget=torch.tensor([budget], dtype=torch.int32, device=DEVICE),
+            part=part,
             page_size=self.page_size,
             block_size=self.block_size,
             min_context=min_context,
@@ -111,6 +112,14 @@ def test_equal_shares_are_taken_in_order(impl):
 
 
 @over_impls
+def test_no_budget_lists_nothing_and_rows_have_a_part_of_it(impl):
+    rows = Rows(LENGTHS, seed=8)
+    assert not rows.choose(0, impl).any()
+    assert torch.equal(rows.choose(35, impl, part=(2, 7)), rows.choose(10, impl))
+    assert not rows.choose(3, impl, part=(1, 4)).any()
+
+
+@over_impls
 def test_rows_of_many_chunks(impl):
     rows = Rows([9000 * 16, 700], vectors=1, page_size=16, seed=5)
     shares = rows.shares(40)
@@ -150,7 +159,8 @@ def test_workspace_bytes_are_what_is_allocated():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"budget": 0}, "budget is 0; needed: at least 1"),
+        ({"budget": torch.ones(2, dtype=torch.int32)}, r"budget has shape .*; needed: \[1\]"),
+        ({"part": (3, 2)}, r"part is \(3, 2\); needed"),
         ({"log_mass": torch.zeros(1, 2, 17, 8)}, "log_mass has 17 vectors for each KV head; needed: 1 to 16"),
         ({"slot_map": torch.zeros(1, 8, dtype=torch.int32)}, r"slot_map has shape .*; needed: \[2, \*\]"),
     ],
@@ -161,7 +171,7 @@ def test_refuses(change, message):
         "page_table": torch.zeros(1, 4, dtype=torch.int32),
         "seq_lens": torch.zeros(1, dtype=torch.int32),
         "slot_map": torch.zeros(2, 8, dtype=torch.int32),
-        "budget": 3,
+        "budget": torch.ones(1, dtype=torch.int32),
         "page_size": 32,
         "block_size": 16,
         "min_context": 0,

@@ -33,8 +33,9 @@ ON_CUDA = torch.cuda.is_available()
 START_SECONDS = 300
 # KV of CUDA servers is fp16: models of tests have fp32 weights, which SGLang then takes as fp16.
 KV_ITEM_BYTES = 2 if ON_CUDA else 4
-# How sure a model must be of a token, in nats, for another way of adding up in 16 bits not to change it.
-SURE = 0.05 if ON_CUDA else 0.0
+# How sure a model must be of a token, in nats, for another way of adding up in 16 bits not to take the second best: a
+# block that is kept for another counts too. Random models parted up to 0.11 nats.
+SURE = 0.25 if ON_CUDA else 0.0
 
 
 def free_port() -> int:
@@ -160,7 +161,8 @@ class Server:
 
 def assert_same_answers(answers: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
     """Greedy answers have the same tokens. On a GPU an answer may part from the expected one, which was asked for with
-    `margins`, at a token of which the model was not sure; what comes after is another text and not compared."""
+    `margins`, with the second best token where the model was not sure of the best; what comes after is another text and
+    not compared."""
     compared = 0
     for number, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
         got, tokens = answer["output_ids"], wanted["output_ids"]
@@ -170,7 +172,9 @@ def assert_same_answers(answers: Sequence[dict[str, Any]], expected: Sequence[di
         if parted is not None:
             best, second = wanted["meta_info"]["output_top_logprobs"][parted][:2]
             margin = best[0] - second[0]
-            assert margin < SURE, f"answer {number}, token {parted}: {got[parted]} for {tokens[parted]}, {margin} nats"
+            problem = f"answer {number}, token {parted}: {got[parted]} for {tokens[parted]}, {margin} nats, {second}"
+            assert margin < SURE, problem
+            assert got[parted] == second[1], problem
     assert compared > sum(len(wanted["output_ids"]) for wanted in expected) / 4, "too little could be compared"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import assert_same_answers
 from test_smollm2 import document, question
 
 pytestmark = pytest.mark.server
@@ -50,18 +51,22 @@ def all_blocks(servers: tuple[Any, Any]) -> Iterator[None]:
 def test_greedy_text_at_2000_tokens_and_on_reused_pages(servers: tuple[Any, Any], tokens: list[int]) -> None:
     plain, split = servers
     with all_blocks(servers):
-        expected, first = (server.generate(tokens, 60) for server in servers)
+        expected, first = (server.generate(tokens, 60, margins=True) for server in servers)
         assert first["meta_info"]["cached_tokens"] == 0
         # The same prompt once more: its pages are found, and prefill reads their keys as they are kept.
         again = split.generate(tokens, 4)
         assert again["meta_info"]["cached_tokens"] == 1984
         # A page that decode steps filled is found too.
-        longer = split.generate(tokens + first["output_ids"][:56], 4)
+        whole = tokens + first["output_ids"][:56]
+        longer = split.generate(whole, 4)
         assert longer["meta_info"]["cached_tokens"] == 2048
-        assert first["output_ids"] == expected["output_ids"]
-        assert again["output_ids"] == expected["output_ids"][:4]
-        assert longer["output_ids"] == expected["output_ids"][56:]
-        assert plain.generate(tokens[:63], 16)["output_ids"] == split.generate(tokens[:63], 16)["output_ids"]
+        assert_same_answers(
+            [first, again, longer, split.generate(tokens[:63], 16)],
+            [
+                expected,
+                *(plain.generate(*asked, margins=True) for asked in ((tokens, 4), (whole, 4), (tokens[:63], 16))),
+            ],
+        )
     check = split.idle_info()["self_check"]
     assert check["live_closed_pages"] >= 2000 // 64
     assert check["stale_pages"] == 0
@@ -71,8 +76,8 @@ def test_several_requests_at_once(servers: tuple[Any, Any], tokens: list[int]) -
     """Each has its own row of open pages; some begin on pages that others closed."""
     prompts = [tokens[:length] for length in (1400, 700, 1411, 64, 190)]
     with all_blocks(servers):
-        expected, got = (server.generate_many(prompts, tokens=40, at_once=5) for server in servers)
-    assert [answer["output_ids"] for answer in got] == [answer["output_ids"] for answer in expected]
+        expected, got = (server.generate_many(prompts, tokens=40, at_once=5, margins=True) for server in servers)
+    assert_same_answers(got, expected)
     check = servers[1].idle_info()["self_check"]
     assert check["stale_pages"] == 0
     assert check["free_tokens"] + check["cached_tokens"] == check["total_tokens"]

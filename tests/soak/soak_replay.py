@@ -19,7 +19,7 @@ from soak_client import Answer, Outcome, Settings
 from soak_plan import SCALES, Request, Scale
 
 MARGIN = max(1e-3, harness.SURE)
-"""Nats between the two best tokens below which rounding may choose."""
+"""Nats between the two best tokens below which rounding may choose the second."""
 _AT_ONCE = 8
 _CANDIDATES = 12
 
@@ -174,7 +174,7 @@ def _compare(server: Any, part: Part, together: list[int]) -> tuple[int, str | N
         if position is None:
             continue
         best, second = answer["meta_info"]["output_top_logprobs"][position][:2]
-        if best[0] - second[0] <= MARGIN:
+        if best[0] - second[0] <= MARGIN and ids[position] == second[1]:
             return len(alone) - position, None
         return 0, (
             f"request {part.request.number} (prompt {len(part.request.ids)}, {part.request.custom}, {part.settings}): "
