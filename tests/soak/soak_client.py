@@ -93,9 +93,10 @@ class Client:
         with requests.post(url, json=body, timeout=(ANSWER_SECONDS, timeout), stream=request.stream) as response:
             outcome.status = response.status_code
             if request.ending == "refused":
-                # 499: a pause of the kind abort came first.
-                if response.status_code not in (400, 499):
-                    outcome.failure = f"HTTP {response.status_code} for a request that should be refused"
+                if not _was_refused(response.status_code, response.text):
+                    outcome.failure = (
+                        f"HTTP {response.status_code} for a request that should be refused: {response.text[:300]}"
+                    )
                 return
             if response.status_code != 200:
                 self._check_status(request, response, outcome)
@@ -156,6 +157,19 @@ def _add(event: dict[str, Any], request: Request, answers: list[Answer]) -> None
     answer.ids, answer.retractions = ids, retractions
     answer.cached_tokens = meta.get("cached_tokens", answer.cached_tokens)
     answer.finish = (meta["finish_reason"] or {}).get("type")
+
+
+def _was_refused(status: int, text: str) -> bool:
+    """Whether a request that has to be refused was, or was ended before by a pause of the kind abort."""
+    if status != 200:
+        # 499: the pause came before the scheduler had it.
+        return status in (400, 499)
+    try:
+        content = json.loads(text)
+        meta = content["meta_info"]
+        return (meta["finish_reason"] or {}).get("type") == "abort" and not content.get("output_ids")
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _whole(content: Any, route: str) -> list[Answer]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import soak_server
 from random_model import write_random_model
-from soak_client import Answer, Outcome, Settings, _add
+from soak_client import Answer, Outcome, Settings, _add, _was_refused
 from soak_plan import SCALES, Event, Request, Scale, plan
 from soak_replay import _ways, replay
 from soak_run import Soak
@@ -96,6 +96,22 @@ def test_retracted_answers_are_replayed_in_parts() -> None:
     ]
     # Where it was retracted is not known: it was not streamed.
     assert not _ways(outcome, dataclasses.replace(answer, cuts=[], are_cuts_known=False))
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "refused"),
+    [
+        (400, "too long", True),
+        (499, "", True),
+        (500, "", False),
+        (200, '{"meta_info": {"finish_reason": {"type": "abort"}}, "output_ids": []}', True),
+        (200, '{"meta_info": {"finish_reason": {"type": "abort"}}, "output_ids": [5]}', False),
+        (200, '{"meta_info": {"finish_reason": {"type": "length"}}, "output_ids": [5]}', False),
+        (200, "data: {}", False),
+    ],
+)
+def test_what_counts_as_refused(status: int, text: str, refused: bool) -> None:
+    assert _was_refused(status, text) is refused
 
 
 @pytest.mark.parametrize(("came", "last"), [([], [7]), ([5], [7]), ([5], [5]), ([5, 6], [7]), ([5, 6], [])])
