@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from sglang_sparse.options import SparseDecodeOptions
 
-FUSED_UP_TO = {2: 4, 4: 1}
-"""By bits of the thumbnails, the largest batch for which `auto` takes the fused pass: the largest where it was faster
-than lists at every length and kept share that `python -m benchmarks kernel fused_top_delta` was run with on an H200
-(docs/performance.md). Three bits were not measured."""
+FUSED_UP_TO = {2: 1}
+"""By bits of the thumbnails, the largest batch for which `auto` takes the fused pass: the largest where it was not slower
+than lists at any length and kept share, a real model's heads among them, that `python -m benchmarks kernel
+fused_top_delta` was run with on an H200 (docs/performance.md). Three bits were not measured."""
 
 
 def fused_up_to(options: SparseDecodeOptions) -> int:
