@@ -10,8 +10,8 @@ from __future__ import annotations
 from sglang_sparse.options import SparseDecodeOptions
 
 FUSED_UP_TO = {2: 1}
-"""By bits of the thumbnails, the largest batch for which `auto` takes the fused pass: the largest where it was not slower
-than lists at any length and kept share, a real model's heads among them, that `python -m benchmarks kernel
+"""By bits of the thumbnails, the largest batch for which `auto` takes the fused pass: the largest where it was not
+slower than lists at any length and kept share, a real model's heads among them, that `python -m benchmarks kernel
 fused_top_delta` was run with on an H200 (docs/performance.md). Three bits were not measured."""
 
 

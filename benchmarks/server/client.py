@@ -37,6 +37,14 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Missed:
+    """Bytes a step that were not on the GPU: `waited` for, and `hidden` beside other work by a forecast."""
+
+    waited: float
+    hidden: float
+
+
+@dataclass(frozen=True)
 class ReadTotals:
     """What decode steps read since the server's start: shares, and the tokens and blocks that they are shares of."""
 
@@ -44,6 +52,19 @@ class ReadTotals:
     bytes_read: float
     tokens: int
     blocks: int
+    steps: int = 0
+    missed_bytes: int | None = None
+    """What came over PCIe while somebody waited; None without offload."""
+    hidden_bytes: int = 0
+    """What would have, had a forecast not brought it before."""
+
+    def missed_since(self, before: ReadTotals | None) -> Missed | None:
+        """Bytes a step of the steps since `before`; None without offload, or if there was no step."""
+        steps = self.steps - (before.steps if before else 0)
+        if self.missed_bytes is None or not steps:
+            return None
+        missed, hidden = ((before.missed_bytes or 0), before.hidden_bytes) if before else (0, 0)
+        return Missed((self.missed_bytes - missed) / steps, (self.hidden_bytes - hidden) / steps)
 
     def since(self, before: ReadTotals | None) -> tuple[float, float] | None:
         """Kept and bytes read, as shares, of the steps since `before`; None if there was none."""
@@ -150,7 +171,17 @@ class Client:
         block = self.sparse_info()
         if not block or block.get("kept_fraction") is None:
             return None
-        return ReadTotals(block["kept_fraction"], block["bytes_read_fraction"], block["tokens"], block["blocks"])
+        offload = block.get("offload") or {}
+        forecast = offload.get("forecast") or {}
+        return ReadTotals(
+            block["kept_fraction"],
+            block["bytes_read_fraction"],
+            block["tokens"],
+            block["blocks"],
+            block["steps"],
+            offload.get("missed_bytes"),
+            forecast.get("used_bytes", 0),
+        )
 
     def token_capacity(self) -> int:
         """Tokens that the server's KV cache holds."""

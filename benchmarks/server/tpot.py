@@ -24,12 +24,15 @@ from benchmarks.errors import ServerError
 from benchmarks.machine import require_cuda, require_package
 from benchmarks.results import Results, Row, share, text_table
 
-from .client import Client
+from .client import Client, Missed
 from .divergence import Scored, mean_divergence
 from .launch import Server, add_server_arguments, captures, check_places, common_flags, variants
 from .prompts import KINDS, kv_bytes_per_token, make_prompts, read_config
 from .statistics import agreement, percentile, tpot_together
 from .streams import all_at_once, check_cached, score_at_once, warm
+
+LINK = 50e9
+"""Bytes a second that `block_gather` brings over PCIe on an H200 (docs/offload.md): the bound of what steps miss."""
 
 HEAD = (
     "variant",
@@ -41,6 +44,8 @@ HEAD = (
     "tokens/s",
     "kept",
     "KV bytes",
+    "missed MB",
+    "hidden",
     "speed",
     "equal tokens",
     "equal answers",
@@ -75,8 +80,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 @dataclass(frozen=True)
 class Timed:
     """One batch: seconds a token, kept and bytes read (None if dense), the answers, the median seconds to the first
-    token of the prompts that were new to the server (None if none was) and of cached ones, and scored answers (empty if
-    not asked for)."""
+    token of the prompts that were new to the server (None if none was) and of cached ones, scored answers (empty if not
+    asked for), and what steps missed (None without offload)."""
 
     seconds: float
     read: tuple[float, float] | None
@@ -84,6 +89,7 @@ class Timed:
     first: float | None
     first_cached: float
     scored: list[Scored]
+    missed: Missed | None = None
 
 
 def measure_server(
@@ -131,6 +137,7 @@ def measure_server(
                     first,
                     percentile([answer.ttft for answer in answers], 0.5),
                     scored,
+                    after.missed_since(before) if after else None,
                 )
                 first = None
                 yield context, batch, gamma, timed
@@ -194,6 +201,11 @@ def measure_variants(
                     if timed.first:
                         rows.append(Row("ttft", case, 1, context, impl, timed.first * 1e3))
                         rows.append(Row("ttft-cached", case, batch, context, impl, timed.first_cached * 1e3))
+                    if timed.missed:
+                        missed = timed.missed.waited
+                        rows.append(
+                            Row("pcie", case, batch, context, impl, missed / LINK * 1e3, bytes_read=int(missed))
+                        )
                     results.append(rows)
                     lines.append(table_line(impl, batch, context, timed, before, kl))
                     print("  ".join(lines[-1]), flush=True)
@@ -213,7 +225,11 @@ def table_line(
 ) -> tuple[str, ...]:
     """A line under `HEAD`; `baseline` is what it is compared with, `kl` the divergence and its positions."""
     kept, bytes_share = timed.read or (1.0, 1.0)
-    speed = equal = same = ""
+    speed = equal = same = missed = hidden = ""
+    if timed.missed:
+        waited, brought = timed.missed.waited, timed.missed.hidden
+        missed = f"{waited / 1e6:.1f}"
+        hidden = share(brought / (waited + brought)) if brought else ""
     if baseline:
         speed = f"{baseline.seconds / timed.seconds:.2f}x"
         equal_tokens, equal_answers, _ = agreement(timed.answers, baseline.answers)
@@ -228,6 +244,8 @@ def table_line(
         f"{batch / timed.seconds:.1f}",
         share(kept),
         share(bytes_share),
+        missed,
+        hidden,
         speed,
         equal,
         same,

@@ -23,6 +23,8 @@ class FakeServer(ThreadingHTTPServer):
     incremental = True
     capacity = 10_000
     sparse = True
+    missed_bytes: tuple[int, int] | None = None
+    """Of a step, without and by forecasts; None without offload."""
     fail_after: int | None = None
     """Answers end in an error after so many requests."""
 
@@ -34,7 +36,7 @@ class FakeServer(ThreadingHTTPServer):
         self.seen: list[list[int]] = []
         self.changes: list[tuple[int, dict[str, Any]]] = []
         """Settings that were changed, and the prompts before each."""
-        self.tokens = self.blocks = 0
+        self.tokens = self.blocks = self.steps = 0
 
     @property
     def url(self) -> str:
@@ -44,7 +46,11 @@ class FakeServer(ThreadingHTTPServer):
         state: dict[str, Any] = {}
         if self.sparse:
             block = {"kept_fraction": 0.25 if self.blocks else None, "bytes_read_fraction": 0.4}
-            state["sparse_decode"] = block | {"tokens": self.tokens, "blocks": self.blocks}
+            block |= {"tokens": self.tokens, "blocks": self.blocks, "steps": self.steps}
+            if self.missed_bytes is not None:
+                missed, used = (each * self.steps for each in self.missed_bytes)
+                block["offload"] = {"missed_bytes": missed, "forecast": {"used_bytes": used} if used else None}
+            state["sparse_decode"] = block
         return {"max_total_num_tokens": self.capacity, "internal_states": [state]}
 
 
@@ -101,6 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.seen.append(prompt)
             server.tokens += len(prompt) * count
             server.blocks += len(prompt) * count // 16
+            server.steps += count
         if body.get("return_logprob"):
             return self._score(prompt, count, body["top_logprobs_num"])
         self.send_response(200)

@@ -169,6 +169,21 @@ def test_tpot_measures_dense_and_sparse_in_turn(
     assert not (tmp_path / "no.png").exists()
 
 
+def test_tpot_tells_what_steps_missed_under_offload(
+    served: FakeServer, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    served.missed_bytes = (5_000_000, 15_000_000)
+    path = tmp_path / "results.csv"
+    common = ["--model", str(model), "--context", "500", "--results", str(path), "--logs", str(tmp_path)]
+    assert main(["tpot", *common, "--batch", "1", "--tokens", "20"]) == 0
+    rows = [row for row in read_results(path, "--csv") if row["bench"] == "pcie"]
+    assert [(row["impl"], row["ms"], row["bytes_read"]) for row in rows] == [("sparse", "0.1", "5000000")]
+    assert {"5.0", "75.0%"} <= set(capsys.readouterr().out.splitlines()[-1].split())
+    served.missed_bytes = (5_000_000, 0)
+    assert main(["tpot", *common, "--batch", "1", "--tokens", "20"]) == 0
+    assert "75.0%" not in capsys.readouterr().out
+
+
 def test_tpot_compares_distributions_with_the_first_server(served: FakeServer, model: Path, tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     common = ["--model", str(model), "--context", "500", "--results", str(path), "--logs", str(tmp_path)]
