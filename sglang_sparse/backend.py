@@ -190,6 +190,11 @@ class SparseDecodeBackend(AttentionBackend):
             self.window_backend.init_forward_metadata_in_graph(forward_batch)
         self._count(forward_batch)
 
+    def _begin_step(self) -> None:
+        """Before anything of a real step: what was changed meanwhile, and of which kind the step is."""
+        self.step.control.before_step()
+        self.step.dense = self.has_dense_steps and not self.step.control.may_select
+
     def _count(self, forward_batch: ForwardBatch) -> None:
         self.step.counters.count_step(self.step.buffers.seq_lens[: forward_batch.batch_size], dense=self.step.dense)
 
@@ -201,8 +206,7 @@ class SparseDecodeBackend(AttentionBackend):
             raise RuntimeError("no attention backend is attached for the layers with a sliding window")
         if not in_capture:
             check_prefill(self._prefill_backend, self._layers)
-            self.step.control.before_step()
-            self.step.dense = self.has_dense_steps and not self.step.control.may_select
+            self._begin_step()
             if self.audit is not None:
                 # In a dense step there is no rule to tap.
                 self.audit.before_step(0 if self.step.dense else sglang_compat.real_requests(forward_batch))

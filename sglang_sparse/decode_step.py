@@ -159,13 +159,10 @@ class DecodeStep:
             self.clock.enter(layer)
         if layer in self.summaries:
             self.summaries.update(layer, k_pool, v_pool, self.buffers.closing_pages[:batch])
-        if self.dense:
-            self._attend_turn(layer, q, k_pool, v_pool, slice(0, batch), scale, out)
-        elif self.fused and layer in self.summaries and paths.takes_fused(self.options, batch):
+        if not self.dense and self.fused and layer in self.summaries and paths.takes_fused(self.options, batch):
             self._attend_fused(layer, q, k_pool, v_pool, scale, out)
         else:
-            for start in range(0, batch, self.buffers.turn):
-                turn = slice(start, min(start + self.buffers.turn, batch))
+            for turn in self._turns(batch):
                 self._attend_turn(layer, q[turn], k_pool, v_pool, turn, scale, out[turn])
         self._count_requests(layer, batch)
 
@@ -174,6 +171,14 @@ class DecodeStep:
         if self.clock:
             self.clock.enter(layer)
         self._count_requests(layer, batch)
+
+    def _turns(self, batch: int) -> Iterator[slice]:
+        """The requests that are served at once: all in a dense step, which has no need of the selection buffers."""
+        if self.dense:
+            yield slice(0, batch)
+            return
+        for start in range(0, batch, self.buffers.turn):
+            yield slice(start, min(start + self.buffers.turn, batch))
 
     def _count_requests(self, layer: int, batch: int) -> None:
         """After the last layer: what each request of the step read."""

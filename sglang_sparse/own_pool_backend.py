@@ -96,8 +96,6 @@ class OwnPoolDecodeBackend(SparseDecodeBackend):
     own: OwnPoolDecode
     """The same as `step`."""
     prefill: OwnPrefill
-    has_dense_steps = False
-    """Keys and values are stored, looked up or put together in every step."""
 
     def make_prefill(self, name: str) -> OwnPoolPrefillBackend:
         """The prefill backend that belongs to this one; `name` is the one that SGLang would have built."""
@@ -113,7 +111,7 @@ class OwnPoolDecodeBackend(SparseDecodeBackend):
         if not in_capture:
             if self._prefill_backend.open_batch:
                 raise RuntimeError("the last prefill did not run through all layers of sparse decode's prefill backend")
-            self.step.control.before_step()
+            self._begin_step()
         batch = forward_batch.batch_size
         rows = forward_batch.req_pool_indices[:batch]
         lengths = forward_batch.seq_lens[:batch]

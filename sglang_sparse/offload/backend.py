@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 class OffloadDecodeBackend(OwnPoolDecodeBackend):
     """Serves decode batches from slots, open pages and the host pool."""
 
+    has_dense_steps = False
+    """What a step reads is looked up by its lists, also where these name all blocks."""
+
     def __init__(self, model_runner: ModelRunner, options: SparseDecodeOptions) -> None:
         AttentionBackend.__init__(self)
         layers = support.attention_layers(model_runner.model)

@@ -120,8 +120,7 @@ class OffloadedDecode(OwnPoolDecode):
         self.summaries.update(
             layer, open_k, open_v, self._closing_rows[:batch], targets=self.buffers.closing_pages[:batch]
         )
-        for start in range(0, batch, self.buffers.turn):
-            turn = slice(start, min(start + self.buffers.turn, batch))
+        for turn in self._turns(batch):
             self._decode_turn(layer, q[turn], turn, scale, out[turn])
         self._count_requests(layer, batch)
 

@@ -96,8 +96,7 @@ class SplitDecode(OwnPoolDecode):
             targets=closing,
             value_pages=closing,
         )
-        for start in range(0, batch, self.buffers.turn):
-            turn = slice(start, min(start + self.buffers.turn, batch))
+        for turn in self._turns(batch):
             self._decode_turn(layer, q[turn], turn, scale, out[turn])
         self._count_requests(layer, batch)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from harness import assert_same_answers
 from test_smollm2 import document, question
 
@@ -77,7 +78,14 @@ def test_several_requests_at_once(servers: tuple[Any, Any], tokens: list[int]) -
     prompts = [tokens[:length] for length in (1400, 700, 1411, 64, 190)]
     with all_blocks(servers):
         expected, got = (server.generate_many(prompts, tokens=40, at_once=5, margins=True) for server in servers)
+        plain, split = (
+            requests.get(f"{server.url}/sparse_decode", timeout=60).json()["since_change"] for server in servers
+        )
     assert_same_answers(got, expected)
+    # All blocks, and no page is scanned to find them; split ones have fewer bytes.
+    assert plain["kept_fraction"] == split["kept_fraction"] == plain["bytes_read_fraction"] == 1
+    shares = {8: 0.6875, 4: 0.875}  # by the bytes of a key channel and a value channel as they are
+    assert any(split["bytes_read_fraction"] == pytest.approx(share) for share in shares.values())
     check = servers[1].idle_info()["self_check"]
     assert check["stale_pages"] == 0
     assert check["free_tokens"] + check["cached_tokens"] == check["total_tokens"]

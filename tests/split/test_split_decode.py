@@ -94,8 +94,9 @@ class Pair:
                 self.plain.summaries.value_means(layer).copy_(self.split.summaries.value_means(layer))
         return pool
 
-    def step(self, active: list[int]) -> None:
+    def step(self, active: list[int], dense: bool = False) -> None:
         """One token for the requests in `active`; the others are padding. Compares outputs and summaries."""
+        self.plain.dense = self.split.dense = dense
         for b in active:
             self.lengths[b] += 1
         batch = len(self.lengths)
@@ -129,6 +130,21 @@ def test_split_decode_equals_decode_over_what_keys_stand_for(number: int) -> Non
     pair = Pair(options, [300, 31, 64, 190])
     for number in range(40):
         pair.step([b for b in range(3 if number % 7 == 0 else 4) if b != number % 5])
+
+
+def test_dense_steps_between_others() -> None:
+    pair = Pair(SparseDecodeOptions(kv_format="split", gamma=0.9, min_context=64), [300, 31, 64, 190])
+    kept = []
+    for number in range(40):
+        dense = number % 10 < 8
+        # A dense step that were served in turns would fail.
+        pair.split.buffers.turn = 0 if dense else 4
+        pair.step([0, 1, 3] if number % 3 else [1, 2], dense)
+        kept.append(pair.split.buffers.request_totals[:4].sum(0))
+        if dense:
+            assert kept[-1][0] == kept[-1][1]
+    sparse = torch.stack([totals for number, totals in enumerate(kept) if number % 10 >= 8]).sum(0)
+    assert sparse[0] < 0.9 * sparse[1]
 
 
 def test_requests_that_are_served_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

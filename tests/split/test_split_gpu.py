@@ -1,4 +1,4 @@
-"""Split keys on a GPU: a captured graph, replayed for steps of growing requests, beside keys as they are."""
+"""Split keys on a GPU: captured graphs, replayed for steps of growing requests, beside keys as they are."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Captured:
 
 
 def test_replays_equal_decode_over_keys_as_they_are() -> None:
-    """The same blocks, and outputs as near as keys are."""
+    """The same blocks, and outputs as near as keys are, in dense steps and others."""
     pair = Captured()
     pair.load([])
     side = torch.cuda.Stream()
@@ -84,22 +84,27 @@ def test_replays_equal_decode_over_keys_as_they_are() -> None:
     with torch.cuda.stream(side):
         pair.decode()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        pair.decode()
+    graphs = {}
+    for dense in (False, True):
+        graphs[dense] = torch.cuda.CUDAGraph()
+        pair.split.dense = dense
+        with torch.cuda.graph(graphs[dense]):
+            pair.decode()
     for number in range(70):
+        pair.plain.dense = number % 7 in (1, 2, 5)
         active = [b for b in range(len(LENGTHS)) if b != number % 6]
         pair.load(active)
         for q in pair.q:
             q.normal_(generator=pair.generator)
         for out in pair.out:
             out.fill_(float("nan"))
-        graph.replay()
+        graphs[pair.plain.dense].replay()
         for layer in range(LAYERS):
             expected = torch.full_like(pair.out[layer], float("nan"))
             pair.plain.attend(layer, pair.q[layer], pair.k[layer], pair.v[layer], scale=SCALE, out=expected)
             torch.testing.assert_close(pair.out[layer].float(), expected.float(), rtol=2e-2, atol=2e-2)
         assert torch.equal(pair.split.buffers.block_counts, pair.plain.buffers.block_counts)
+        assert torch.equal(pair.split.buffers.request_totals, pair.plain.buffers.request_totals)
     for b, length in enumerate(pair.lengths):
         closed = pair.order[b, : length // GEOMETRY.page_size]
         for layer in range(LAYERS):
