@@ -110,8 +110,9 @@ class SparseDecodeBackend(AttentionBackend):
     @property
     def has_dense_steps(self) -> bool:
         """Whether a step in which no request selects is a step of another kind, with CUDA graphs of its own."""
-        # A forecast that chooses follows every layer of every step.
-        return bool(self.step.sparse_layers) and self.step.chooser is None
+        # A forecast that chooses follows every layer of every step. SGLang's backends, which serve window layers, keep
+        # the metadata of one graph for each batch size: FlashInfer's plan would reach the one that was captured last.
+        return bool(self.step.sparse_layers) and self.step.chooser is None and not self.windows
 
     @property
     def copies_are_exact(self) -> bool:

@@ -114,9 +114,9 @@ class DecodeStep:
         is what it was as it was captured."""
 
     @contextmanager
-    def as_dense(self) -> Iterator[None]:
-        """While it lasts, steps are dense."""
-        before, self.dense = self.dense, True
+    def of_kind(self, dense: bool) -> Iterator[None]:
+        """While it lasts, steps are dense, or are not."""
+        before, self.dense = self.dense, dense
         try:
             yield
         finally:

@@ -36,10 +36,14 @@ def dense_graph_hooks(backend_of: Callable[[], SparseDecodeBackend | None]) -> d
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        result = original(runner, size, forward, stream_idx, variant_label, *args, **kwargs)
         backend = backend_of()
-        if backend is not None and backend.has_dense_steps:
-            with backend.step.as_dense():
+        if backend is None:
+            return original(runner, size, forward, stream_idx, variant_label, *args, **kwargs)
+        # Graphs are captured anew while a server runs, too: after a step of either kind.
+        with backend.step.of_kind(dense=False):
+            result = original(runner, size, forward, stream_idx, variant_label, *args, **kwargs)
+        if backend.has_dense_steps:
+            with backend.step.of_kind(dense=True):
                 original(runner, size, forward, stream_idx, dense_label(variant_label), *args, **kwargs)
         return result
 

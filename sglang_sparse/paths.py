@@ -12,12 +12,13 @@ from sglang_sparse.options import SparseDecodeOptions
 FUSED_UP_TO = {2: 1}
 """By bits of the thumbnails, the largest batch for which `auto` takes the fused pass: the largest where it was not
 slower than lists at any length and kept share, a real model's heads among them, that `python -m benchmarks kernel
-fused_top_delta` was run with on an H200 (docs/performance.md). Three bits were not measured."""
+fused_top_delta` was run with on an H200 (docs/performance.md). With the tail: without it the fused pass was 3% slower
+for a real model's heads. Three bits were not measured."""
 
 
 def fused_up_to(options: SparseDecodeOptions) -> int:
     """Largest batch for which `auto` takes the fused pass; 0 for none."""
-    return FUSED_UP_TO.get(options.thumbnail_bits, 0)
+    return FUSED_UP_TO.get(options.thumbnail_bits, 0) if options.resolved_tail != "drop" else 0
 
 
 def can_fuse(options: SparseDecodeOptions) -> bool:

@@ -84,7 +84,7 @@ def test_dense_lasts_as_long_as_the_capture_even_if_it_fails() -> None:
     sim = simulation({"gamma": 0.9})
 
     def fail() -> None:
-        with sim.step.as_dense():
+        with sim.step.of_kind(dense=True):
             assert sim.step.dense
             raise RuntimeError("no memory")
 
@@ -147,8 +147,11 @@ class Backend:
 
 @pytest.mark.parametrize("label", [None, "lora"])
 @pytest.mark.parametrize("has_dense_steps", [True, False])
-def test_each_size_is_captured_for_either_kind_of_step(label: str | None, has_dense_steps: bool) -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_each_size_is_captured_for_either_kind_of_step(label: str | None, has_dense_steps: bool, last: bool) -> None:
+    """After a step of either kind: weights that are replaced at run time may have all graphs captured anew."""
     sim = simulation({"gamma": 0.9})
+    sim.step.dense = last
     hooks = dense_graphs.dense_graph_hooks(lambda: Backend(sim.step, has_dense_steps))  # type: ignore[arg-type]
     captured: dict[tuple[int, str | None], bool] = {}
 

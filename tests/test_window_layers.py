@@ -122,6 +122,13 @@ def test_rows_of_a_capture_are_all_padding(backend: SparseDecodeBackend) -> None
     assert backend.step.counters.read().steps == 0
 
 
+def test_each_batch_size_has_one_graph(backend: SparseDecodeBackend) -> None:
+    """FlashInfer's metadata would be that of the graph captured last."""
+    assert not backend.has_dense_steps
+    backend.windows = frozenset()
+    assert backend.has_dense_steps
+
+
 def test_counts_are_of_the_other_layers(backend: SparseDecodeBackend) -> None:
     step = backend.step
     assert step.sparse_layers == [1]

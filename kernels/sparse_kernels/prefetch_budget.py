@@ -22,7 +22,7 @@ step; nanoseconds beside which a layer's copies run, 0 if not known."""
 _MISSES = TOTALS.index("misses")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["least", "most", "bytes_per_microsecond", "block_bytes"])
 def _prefetch_budget_kernel(
     seq_lens,
     demand,

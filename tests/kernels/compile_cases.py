@@ -231,9 +231,9 @@ def slot_assign(s: Sizes, lag: int, more: bool) -> None:
     sk.slot_assign(int32(1), s.maps(), s.fetch(), lag=lag, blocks_per_page=s.per_page, **optional)
 
 
-def prefetch_budget(s: Sizes, clock: bool) -> None:
+def prefetch_budget(s: Sizes, clock: bool, most: int = 1024) -> None:
     totals = {"demand_totals": torch.zeros(32, 4, dtype=torch.int64), "forecast_totals": torch.zeros(32, 2).long()}
-    sizes = {"least": 58, "most": 1024, "bytes_per_microsecond": 38_000, "block_bytes": 8192}
+    sizes = {"least": 58, "most": most, "bytes_per_microsecond": 38_000, "block_bytes": 8192}
     outputs = {"budgets": int32(32), "lengths": int32(32, s.batch)}
     watch = sk.stopwatch_state(1, "cpu") if clock else None
     sk.prefetch_budget(s.seq_lens(), **totals, clock=watch, state=sk.prefetch_state(32, 9, "cpu"), **sizes, **outputs)
@@ -339,6 +339,7 @@ CASES = [
     case(slot_assign, "prefetch", QWEN, 1, False),
     case(prefetch_budget, "clock", LLAMA, True),
     case(prefetch_budget, "", LLAMA, False),
+    case(prefetch_budget, "one block", LLAMA, True, 1),
     case(prefetch_totals, "", LLAMA),
     case(slot_claim, "", LLAMA),
     case(snapshot_page_table, "int32", LLAMA, torch.int32),
