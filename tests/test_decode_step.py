@@ -304,6 +304,7 @@ def test_auto_picks_by_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "FUSED_UP_TO", {options.thumbnail_bits: 2})
     assert paths.describe(options) == "fused up to batch 2, then lists (chosen by auto)"
     assert paths.describe(replace(options, thumbnail_bits=3)) == "lists (chosen by auto)"
+    assert paths.describe(replace(options, tail="drop")) == "lists (chosen by auto)"
     assert paths.describe(replace(options, path="lists")) == "lists"
     assert paths.describe(replace(options, path="fused")) == "fused"
     assert paths.describe(replace(options, rule="coverage", delta=None)) == "lists"

@@ -82,7 +82,9 @@ def test_replays_equal_decode_over_keys_as_they_are() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        pair.decode()
+        for dense in (False, True):
+            pair.split.dense = dense
+            pair.decode()
     torch.cuda.current_stream().wait_stream(side)
     graphs = {}
     for dense in (False, True):
