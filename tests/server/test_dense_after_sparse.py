@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import skip_unless_served
 
 from sglang_sparse import SparseDecodeOptions
 from sglang_sparse.options import ENVIRONMENT_VARIABLE
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.server
 
 def test_it_is_dense(start_server: Any, random_llama: Path) -> None:
     """With the options of offload, whose hooks would give it another KV pool."""
+    # The process that started the sparse one would have been refused.
+    skip_unless_served(["--sparse-decode-offload"])
     text = SparseDecodeOptions(offload=True, host_memory="0.2").to_json()
     server = start_server(random_llama, **{ENVIRONMENT_VARIABLE: text})
     answer = server.generate(list(range(200)), 4)
