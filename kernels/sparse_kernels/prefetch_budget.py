@@ -61,8 +61,12 @@ def _prefetch_budget_kernel(
     limit = tl.where(window > 0, tl.minimum(limit, window * bytes_per_microsecond // 1000 // block_bytes), limit)
     budget = tl.minimum((lacked * 3 + 1) // 2, limit)
     budget = tl.where(lacked >= least, budget, 0)
-    # The first row is padded only if all are, as in warm-up: nothing is learned from that.
-    real = tl.load(seq_lens) > 0
+    longest = 0
+    for start in range(0, batch, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        longest = tl.maximum(longest, tl.max(tl.load(seq_lens + index, mask=index < batch, other=0), 0))
+    # A step of padded rows alone, as in warm-up, teaches nothing.
+    real = longest > 0
     budget = tl.where(real, budget, 0)
     if real:
         tl.store(own, misses)
@@ -108,7 +112,7 @@ def prefetch_budget(
     fit beside a layer; 0 if `lacked` is below `least`, and in steps of padded rows alone.
 
     Args:
-        seq_lens: `[>=B]` int32; the first row is padded (0) only if all are.
+        seq_lens: `[>=B]` int32; 0 for padded rows.
         demand_totals: `[layers, 4]` int64, see `slot_maps.TOTALS`.
         forecast_totals: `[layers, 2]` int64, see `prefetch_totals.FIELDS`.
         clock: a stopwatch of one phase, the time of one layer in a step that copies may take; None for no such bound.
@@ -202,7 +206,7 @@ def prefetch_budget_reference(
         window = torch.where(times > 0, torch.where(window > 0, (3 * window + mean) // 4, mean), window)
         timed = clock[1:].expand(len(state), 2)
     limit = torch.where(window > 0, (window * bytes_per_microsecond // 1000 // block_bytes).clamp(max=most), most)
-    real = seq_lens[0] > 0
+    real = seq_lens[: lengths.shape[1]].amax() > 0
     budget = torch.where((lacked >= least) & real, torch.minimum((lacked * 3 + 1) // 2, limit), 0)
     learned = torch.cat([torch.stack([misses, used, lacked], 1), timed, window[:, None]], 1)
     state.copy_(torch.where(real, learned, state))

@@ -97,7 +97,7 @@ def test_steps_of_padding_teach_nothing(impl: str) -> None:
     before = layers.state.clone()
     assert layers.step([50, 0], [0, 3], [0, 0]) == [0, 0]
     assert torch.equal(layers.state, before)
-    assert layers.step([0, 0], [0, 0], [70, 0]) == [75, 9]
+    assert layers.step([0, 0], [0, 0], [0] * 300 + [70]) == [75, 9]
 
 
 def test_kernel_equals_reference() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import KV_ITEM_BYTES, assert_same_answers, command, environment, free_port, skip_unless_served
+from harness import KV_ITEM_BYTES, ON_CUDA, assert_same_answers, command, environment, free_port, skip_unless_served
 from random_model import write_random_model
 from test_offload import FLAGS, OFFLOAD, prompts
 
@@ -71,7 +71,8 @@ def test_same_tokens_with_any_forecast(
         return
     assert shown["forecast"] == ("query" if forecast == "query" else "heads")
     assert shown["prefetched_bytes"] == shown["used_bytes"] + shown["wasted_bytes"] > 0
-    assert min(shown["used_bytes"], shown["wasted_bytes"]) > 0
+    # On a GPU these layers lack too little for scores to be worth their time, after the first steps.
+    assert ON_CUDA or min(shown["used_bytes"], shown["wasted_bytes"]) > 0
     assert shown["hidden_share"] == shown["used_bytes"] / (shown["used_bytes"] + offload["missed_bytes"])
 
 
