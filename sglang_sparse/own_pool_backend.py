@@ -115,7 +115,7 @@ class OwnPoolDecodeBackend(SparseDecodeBackend):
         batch = forward_batch.batch_size
         rows = forward_batch.req_pool_indices[:batch]
         lengths = forward_batch.seq_lens[:batch]
-        self.own.load(self.req_to_token, rows, lengths, rows.int(), forward_batch.out_cache_loc)
+        self.own.load(self.req_to_token, rows, lengths, rows, forward_batch.out_cache_loc)
 
     def forward_decode(
         self,

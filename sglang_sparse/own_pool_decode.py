@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sglang_sparse.decode_step import DecodeStep
-from sglang_sparse.open_pages import padded_places
+from sglang_sparse.open_pages import OpenPages
 
 
 class OwnPoolDecode(DecodeStep):
@@ -19,8 +19,7 @@ class OwnPoolDecode(DecodeStep):
 
     def __init__(self, *arguments: Any, max_requests: int, device: torch.device | str, **more: Any) -> None:
         super().__init__(*arguments, max_requests=max_requests, device=device, **more)
-        self._closing_rows = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
-        """Rows of the open pages that the step's new tokens fill; -1 for none."""
+        self.open_pages = OpenPages(self.geometry.page_size, max_requests, device)
 
     def write_chunk(
         self,
@@ -52,18 +51,13 @@ class OwnPoolDecode(DecodeStep):
     ) -> None:
         """Announces a step. Runs outside the graph.
 
-        Arguments as for `DecodeBuffers.load`; `rows [B]` int32 are the requests' rows of open pages, `places`
+        Arguments as for `DecodeBuffers.load`; `rows [B]` are the requests' rows of open pages, `places`
         where the pool's owner put their new tokens, at least those of the rows before the padded ones. What is written
         goes there and not where the request table says: the row of a request that has ended may be another's by now,
         with a cached prefix in that place.
         """
-        b, batch = self.buffers, len(seq_lens)
-        b.load(req_to_token, req_pool_indices, seq_lens)
-        places = padded_places(places, batch)
-        closing = b.closing_pages[:batch]
-        closing.copy_(torch.where(closing >= 0, places // self.geometry.page_size, -1))
-        self._closing_rows[:batch] = torch.where(closing >= 0, rows, -1)
-        self._load(places, b.seq_lens[:batch], rows)
+        self.buffers.load(req_to_token, req_pool_indices, seq_lens)
+        self._load(places, self.buffers.seq_lens[: len(seq_lens)], rows)
 
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, out: torch.Tensor
@@ -84,5 +78,5 @@ class OwnPoolDecode(DecodeStep):
         raise NotImplementedError
 
     def _load(self, places: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
-        """What else a step has to know: `[B]`, places of the new tokens, lengths and rows; after the page table."""
+        """Fills `open_pages`; arguments as for its `load`. The buffers have the step's page table."""
         raise NotImplementedError

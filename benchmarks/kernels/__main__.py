@@ -31,6 +31,7 @@ OPERATIONS = (
     "block_statistics",
     "page_summary",
     "page_table",
+    "open_places",
     "step_totals",
     "request_totals",
     "stopwatch",

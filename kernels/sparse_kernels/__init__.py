@@ -17,6 +17,7 @@ from .coverage_rule import coverage_rule, coverage_rule_reference
 from .expected_blocks import ExpectedWorkspace, expected_blocks, expected_blocks_reference
 from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_reference
 from .host_block import pack_blocks, unpack_blocks
+from .open_places import open_places, open_places_reference
 from .page_summary import page_summary, page_summary_reference
 from .page_table import snapshot_page_table, snapshot_page_table_reference
 from .prefetch_budget import prefetch_budget, prefetch_budget_reference, prefetch_state
@@ -78,6 +79,8 @@ __all__ = [
     "expected_blocks_reference",
     "fused_top_delta",
     "fused_top_delta_reference",
+    "open_places",
+    "open_places_reference",
     "pack_blocks",
     "page_summary",
     "page_summary_reference",

@@ -13,7 +13,6 @@ from sglang_sparse.observe.layer_clock import ATTENTION
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.step import OffloadStep
 from sglang_sparse.offload.streams import Streams
-from sglang_sparse.open_pages import point_at_rows
 from sglang_sparse.options import FLOAT8_HOST, SparseDecodeOptions
 from sglang_sparse.own_pool_decode import OwnPoolDecode
 
@@ -63,7 +62,7 @@ class OffloadedDecode(OwnPoolDecode):
         self.offload = OffloadStep(
             self.cache,
             self.host,
-            max_requests=max_requests,
+            open_pages=self.open_pages,
             max_blocks=max_pages * geometry.blocks_per_page,
             streams=streams,
             workspace=self.buffers.attention,
@@ -92,13 +91,12 @@ class OffloadedDecode(OwnPoolDecode):
 
     def _load(self, places: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
         batch = len(seq_lens)
-        self.offload.load(places, seq_lens, rows)
+        # Of the entry of an open page nobody but estimators reads anything.
+        self.open_pages.load(places, seq_lens, rows, self.buffers.page_table[:batch])
         if self.lookahead:
             self.lookahead.begin(batch)
         if self.chooser:
             self.chooser.begin(batch)
-        # Of the entry of an open page nobody but estimators reads anything.
-        point_at_rows(self.buffers.page_table[:batch], seq_lens, rows, self.geometry.page_size)
 
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, out: torch.Tensor
@@ -118,7 +116,11 @@ class OffloadedDecode(OwnPoolDecode):
         open_k, open_v = cache.open_k[layer], cache.open_v[layer]
         self.offload.streams.operation("summarise", reads=[("open", layer)], writes=[("summaries", layer)])
         self.summaries.update(
-            layer, open_k, open_v, self._closing_rows[:batch], targets=self.buffers.closing_pages[:batch]
+            layer,
+            open_k,
+            open_v,
+            self.open_pages.closing_rows[:batch],
+            targets=self.open_pages.closing_pages[:batch],
         )
         for turn in self._turns(batch):
             self._decode_turn(layer, q[turn], turn, scale, out[turn])
@@ -143,7 +145,7 @@ class OffloadedDecode(OwnPoolDecode):
             scale=scale,
             out=out,
             tail=tail,
-            open_rows=self.offload.open_rows[turn],
+            open_rows=self.open_pages.rows[turn],
         )
         if self.clock:
             self.clock.end(layer, ATTENTION)

@@ -36,7 +36,8 @@ class OffloadStep:
     """Static buffers and order of operations of decode steps; the same on a CPU and in a CUDA graph.
 
     Args:
-        max_requests, max_blocks: largest batch, and blocks of the longest request.
+        open_pages: says where the new tokens of the step go, and has room for the largest batch.
+        max_blocks: blocks of the longest request.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class OffloadStep:
         cache: HotCache,
         host: HostPool,
         *,
-        max_requests: int,
+        open_pages: OpenPages,
         max_blocks: int,
         streams: Streams | None = None,
         workspace: AttentionWorkspace | None = None,
@@ -54,14 +55,9 @@ class OffloadStep:
         self.workspace = workspace
         device = cache.epoch.device
         self.locations = torch.zeros(
-            (max_requests, cache.geometry.kv_heads, max_blocks), dtype=torch.int32, device=device
+            (len(open_pages.rows), cache.geometry.kv_heads, max_blocks), dtype=torch.int32, device=device
         )
-        self._open = OpenPages(cache.geometry.page_size, max_requests, device)
-        self.pool_slots, self.open_slots, self.open_rows = self._open.pool_slots, self._open.slots, self._open.rows
-
-    def load(self, places: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `OpenPages.load`."""
-        self._open.load(places, seq_lens, rows)
+        self.open_pages = open_pages
 
     def begin(self) -> None:
         """The step's first operation, inside the graph: its epoch. A prefill batch that installs has one, too."""
@@ -73,7 +69,7 @@ class OffloadStep:
         # A prefetch of this layer uses the maps that are written here.
         self.streams.wait(f"prefetched {layer}")
         batch = len(k)
-        self.write(layer, k, v, self.pool_slots[:batch], self.open_slots[:batch])
+        self.write(layer, k, v, self.open_pages.pool_slots[:batch], self.open_pages.slots[:batch])
 
     def write(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, pool_slots: torch.Tensor, open_slots: torch.Tensor
@@ -201,7 +197,7 @@ class OffloadStep:
         )
         slot_attention(
             q,
-            self.cache.sources(layer, self.host, self.open_rows if open_rows is None else open_rows),
+            self.cache.sources(layer, self.host, self.open_pages.rows if open_rows is None else open_rows),
             self.locations[:batch],
             page_table,
             seq_lens,

@@ -10,7 +10,6 @@ from sparse_kernels import SplitKeys, split_attention, split_store
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.layer_clock import ATTENTION
-from sglang_sparse.open_pages import OpenPages, point_at_rows
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.own_pool_decode import OwnPoolDecode
 
@@ -57,14 +56,13 @@ class SplitDecode(OwnPoolDecode):
         shape = (len(values), rows * g.page_size, g.kv_heads, g.head_dim)
         self.open_keys = torch.zeros(shape, dtype=g.dtype, device=device)
         self.copies = [torch.zeros_like(each) for each in values] if keeps_copies else None
-        self._open = OpenPages(g.page_size, max_requests, device)
         self._scan_table = torch.zeros_like(self.buffers.page_table)
         """The step's page table with rows of open pages in the place of these."""
 
     def keys(self, layer: int, rows: slice = slice(None)) -> SplitKeys:
         """A layer's keys, for the requests `rows` of the step."""
         codes, low_step, residual = self.summaries[layer]
-        return SplitKeys(codes, low_step, residual, self.open_keys[layer], self._open.rows[rows])
+        return SplitKeys(codes, low_step, residual, self.open_keys[layer], self.open_pages.rows[rows])
 
     def _write(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, pool_slots: torch.Tensor, open_slots: torch.Tensor
@@ -76,9 +74,8 @@ class SplitDecode(OwnPoolDecode):
 
     def _load(self, places: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor) -> None:
         batch = len(seq_lens)
-        self._open.load(places, seq_lens, rows)
         self._scan_table[:batch] = self.buffers.page_table[:batch]
-        point_at_rows(self._scan_table[:batch], seq_lens, rows, self.geometry.page_size)
+        self.open_pages.load(places, seq_lens, rows, self._scan_table[:batch])
 
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, out: torch.Tensor
@@ -86,13 +83,13 @@ class SplitDecode(OwnPoolDecode):
         batch = q.shape[0]
         if self.clock:
             self.clock.enter(layer)
-        self._write(layer, k, v, self._open.pool_slots[:batch], self._open.slots[:batch])
-        closing = self.buffers.closing_pages[:batch]
+        self._write(layer, k, v, self.open_pages.pool_slots[:batch], self.open_pages.slots[:batch])
+        closing = self.open_pages.closing_pages[:batch]
         self.summaries.update(
             layer,
             self.open_keys[layer],
             self.values[layer],
-            self._closing_rows[:batch],
+            self.open_pages.closing_rows[:batch],
             targets=closing,
             value_pages=closing,
         )

@@ -260,6 +260,21 @@ def snapshot_page_table(s: Sizes, dtype: torch.dtype) -> None:
     )
 
 
+def open_places(s: Sizes, table: bool) -> None:
+    sk.open_places(
+        torch.zeros(s.batch, dtype=torch.int64),
+        torch.zeros(s.batch, dtype=torch.int64),
+        s.seq_lens(),
+        page_size=s.page_size,
+        pool_slots=torch.zeros(s.batch, dtype=torch.int64),
+        open_slots=int32(s.batch),
+        open_rows=int32(s.batch),
+        closing_pages=int32(s.batch),
+        closing_rows=int32(s.batch),
+        page_table=s.page_table() if table else None,
+    )
+
+
 def request_totals(s: Sizes) -> None:
     out = torch.zeros(s.batch, 2, dtype=torch.int64)
     counts = int32(32, s.batch, s.kv_heads)
@@ -342,6 +357,8 @@ CASES = [
     case(prefetch_budget, "one block", LLAMA, True, 1),
     case(prefetch_totals, "", LLAMA),
     case(slot_claim, "", LLAMA),
+    case(open_places, "table", LLAMA, True),
+    case(open_places, "", SMALL, False),
     case(snapshot_page_table, "int32", LLAMA, torch.int32),
     case(snapshot_page_table, "int64", SMALL, torch.int64),
     case(request_totals, "", LLAMA),

@@ -16,6 +16,7 @@ from sglang_sparse.geometry import Geometry
 from sglang_sparse.offload.pools import HostPool, HotCache
 from sglang_sparse.offload.step import OffloadStep
 from sglang_sparse.offload.streams import Streams
+from sglang_sparse.open_pages import OpenPages
 
 GEOMETRY = Geometry(kv_heads=2, group_size=2, head_dim=64, dtype=torch.float32, page_size=16, block_size=8)
 LAYERS = 2
@@ -59,7 +60,7 @@ class World:
         self.step = OffloadStep(
             self.cache,
             self.host,
-            max_requests=ROWS,
+            open_pages=OpenPages(g.page_size, ROWS, "cpu"),
             max_blocks=self.max_pages * g.blocks_per_page,
             streams=self.streams,
         )
@@ -157,12 +158,13 @@ class World:
         page = torch.where(page_table == 2**30, 0, page_table)[: len(lengths)].gather(
             1, (last // GEOMETRY.page_size)[:, None]
         )
-        self.step.load(page[:, 0].long() * GEOMETRY.page_size + last % GEOMETRY.page_size, lengths, rows)
+        places = page[:, 0].long() * GEOMETRY.page_size + last % GEOMETRY.page_size
+        self.step.open_pages.load(places, lengths, rows)
         self.step.begin()
         lists, counts = self.lists(lengths, density, must=True)
         expected = self.lists(lengths, forecast, must=False) if forecast is not None else None
         for layer in range(LAYERS):
-            places = self.step.pool_slots[:count].clone()
+            places = self.step.open_pages.pool_slots[:count].clone()
             self.step.store(layer, *self.new_kv(layer, places))
             self.step.fetch(layer, page_table, lengths, lists, counts)
             if expected is not None and layer + 1 < LAYERS:
