@@ -62,17 +62,21 @@ class Client:
     def __init__(self, url: str, name: str) -> None:
         self.url = url
         self.settings = Settings()
+        self.aborts_begun = 0
+        """Pauses that abort all requests."""
+        self.aborts_over = 0
         self._name = name
 
     def send(self, request: Request) -> Outcome:
-        outcome = Outcome(request, self.settings, self.settings)
-        rid = f"{self._name}-{request.number}"
+        outcome, over = Outcome(request, self.settings, self.settings), self.aborts_over
+        # SGLang aborts whatever begins with the name that it is told: none may begin with another's.
+        rid = f"{self._name}-{request.number}."
         timer = None
         if request.ending == "abort" and request.after_chunks is None:
             timer = threading.Timer(request.after_seconds, self.abort, (rid,))
             timer.start()
         try:
-            self._exchange(request, rid, outcome)
+            self._exchange(request, rid, outcome, over)
         except (requests.RequestException, ValueError, KeyError) as error:
             # In the middle of a stream, a timeout is a ConnectionError.
             if not (request.gives_up and ("timed out" in str(error) or isinstance(error, requests.Timeout))):
@@ -81,19 +85,26 @@ class Client:
             if timer is not None:
                 timer.join()
         outcome.after = self.settings
+        if outcome.was_ended and request.ending != "abort" and not self._was_told_to_abort(over):
+            outcome.failure = outcome.failure or "aborted, which nobody had asked for"
         return outcome
+
+    def _was_told_to_abort(self, over: int) -> bool:
+        """Whether a pause aborted all requests since `over` such pauses were over."""
+        return self.aborts_begun > over
 
     def abort(self, rid: str) -> None:
         with contextlib.suppress(requests.RequestException):
             requests.post(f"{self.url}/abort_request", json={"rid": rid}, timeout=ANSWER_SECONDS)
 
-    def _exchange(self, request: Request, rid: str, outcome: Outcome) -> None:
+    def _exchange(self, request: Request, rid: str, outcome: Outcome, over: int) -> None:
         timeout = max(0.02, request.after_seconds) if request.gives_up else ANSWER_SECONDS
         body, url = request.body(rid), f"{self.url}{request.route}"
         with requests.post(url, json=body, timeout=(ANSWER_SECONDS, timeout), stream=request.stream) as response:
             outcome.status = response.status_code
             if request.ending == "refused":
-                if not _was_refused(response.status_code, response.text):
+                told = self._was_told_to_abort(over)
+                if not _was_refused(response.status_code, response.text, told_to_abort=told):
                     outcome.failure = (
                         f"HTTP {response.status_code} for a request that should be refused: {response.text[:300]}"
                     )
@@ -146,9 +157,8 @@ def _add(event: dict[str, Any], request: Request, answers: list[Answer]) -> None
         return
     answer, meta = answers[event.get("index", 0)], event["meta_info"]
     ids, retractions = event["output_ids"], meta.get("num_retractions", answer.retractions)
-    if (meta["finish_reason"] or {}).get("type") == "abort" and (len(ids) < len(answer.ids) or len(ids) == 1):
-        # A stream aborted while it waited to go on ends with its last token alone, however many came before it.
-        ids = answer.ids
+    if (meta["finish_reason"] or {}).get("type") == "abort":
+        ids = _aborted(ids, answer.ids, meta.get("completion_tokens", len(ids)))
     if ids[: len(answer.ids)] != answer.ids:
         raise ValueError(f"a stream took back tokens: {answer.ids} became {ids}")
     if retractions > answer.retractions:
@@ -159,11 +169,25 @@ def _add(event: dict[str, Any], request: Request, answers: list[Answer]) -> None
     answer.finish = (meta["finish_reason"] or {}).get("type")
 
 
-def _was_refused(status: int, text: str) -> bool:
-    """Whether a request that has to be refused was, or was ended before by a pause of the kind abort."""
+def _aborted(ids: list[int], came: list[int], tokens: int) -> list[int]:
+    """The tokens of a stream that was aborted, of which `came` were there before.
+
+    Aborted while it waited, it ends with its last token alone, however many `tokens` it had.
+    """
+    if len(ids) == tokens > 0:
+        return ids
+    if not ids or tokens > len(came) + 1:
+        return came
+    return [*came[: tokens - 1], *ids[-1:]]
+
+
+def _was_refused(status: int, text: str, *, told_to_abort: bool) -> bool:
+    """Whether a request that has to be refused was, or was ended before by a pause, if one aborted all requests."""
+    if status == 400 or not told_to_abort:
+        return status == 400
     if status != 200:
-        # 499: the pause came before the scheduler had it.
-        return status in (400, 499)
+        # The pause came before the scheduler had it.
+        return status == 499
     try:
         content = json.loads(text)
         meta = content["meta_info"]

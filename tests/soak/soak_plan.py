@@ -20,6 +20,7 @@ class Scale:
     pool_tokens: int
     """The server's KV pool: little more than one of the longest requests."""
     context: int
+    """More than the pool, so that prompts may fit the one and not the other."""
     chunk: int
     """Tokens that are prefilled at once."""
     min_context: int
@@ -34,7 +35,7 @@ class Scale:
 SCALES = {
     "short": Scale(page_size=32, pool_tokens=1536, context=4096, chunk=128, min_context=64),
     # Prompts of up to 29,700 tokens, and of 8,250 where answers grow out of the pool together.
-    "long": Scale(page_size=64, pool_tokens=40_960, context=32_768, chunk=4096, min_context=2048, unit=33),
+    "long": Scale(page_size=64, pool_tokens=40_960, context=49_152, chunk=4096, min_context=2048, unit=33),
 }
 
 

@@ -13,28 +13,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import harness
+import soak_border
 import soak_server
-from soak_client import Answer, Outcome, Settings
-from soak_plan import SCALES, Request, Scale
+from soak_client import Answer, Outcome
+from soak_forced import Token, force
+from soak_part import Part
+from soak_plan import SCALES, Scale
 
-MARGIN = max(1e-3, harness.SURE)
-"""Nats between the two best tokens below which rounding may choose the second."""
 _AT_ONCE = 8
 _CANDIDATES = 12
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """Tokens that a request got between two prefills."""
-
-    request: Request
-    settings: Settings
-    prompt: tuple[int, ...]
-    expected: tuple[int, ...]
-
-    def slots(self, scale: Scale) -> int:
-        return -(-(len(self.prompt) + len(self.expected)) // scale.page_size) * scale.page_size
 
 
 @dataclasses.dataclass
@@ -44,17 +31,16 @@ class Tally:
     answers: int = 0
     tokens: int = 0
     exempt: int = 0
-    """Tokens where rounding may have chosen, and those after them."""
+    """Tokens where rounding may have chosen between the two best."""
+    border_tokens: int = 0
+    """Tokens that a rounding chose among others than the two best (soak_border.py)."""
+    border_prompts: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
+    """Their prompts: several answers to one have the same keys."""
+    wrong_tokens: int = 0
     unchecked_answers: int = 0
     """In flight during a change of settings, retracted at a place that is not known, or sampled."""
+    borders: list[str] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
-
-    def add(self, other: Tally) -> None:
-        self.answers += other.answers
-        self.tokens += other.tokens
-        self.exempt += other.exempt
-        self.unchecked_answers += other.unchecked_answers
-        self.wrong += other.wrong
 
 
 def replay(server: Any, outcomes: Iterable[Outcome], scale: Scale = SCALES["short"]) -> Tally:
@@ -75,7 +61,7 @@ def replay(server: Any, outcomes: Iterable[Outcome], scale: Scale = SCALES["shor
     for (gamma, enabled), checks in groups.items():
         change(server, gamma=gamma, enabled=enabled)
         for ways, together in _differing(server, checks, scale):
-            _judge(server, ways, together, tally)
+            _judge(server, ways, together, tally, scale)
     change(server, gamma=None, enabled=True)
     soak_server.flush(server)
     return tally
@@ -142,52 +128,69 @@ def _waves(parts: list[Part], scale: Scale) -> Iterator[list[Part]]:
         rest = left
 
 
-def _judge(server: Any, ways: list[tuple[Part, ...]], together: dict[Part, list[int]], tally: Tally) -> None:
-    """Asks for each way alone; the answer is right if one of them gives it, but for places where rounding chose."""
-    best: tuple[int, list[str]] | None = None
+def _judge(
+    server: Any, ways: list[tuple[Part, ...]], together: dict[Part, list[int]], tally: Tally, scale: Scale
+) -> None:
+    """Asks for each way alone, token by token; the answer is right if one of them gives it, but for places where
+    rounding chose."""
+    best: list[_Compared] | None = None
     for way in ways:
-        exempt, wrong = 0, []
-        for part in way:
-            more, problem = _compare(server, part, together.get(part, list(part.expected)))
-            exempt += more
-            wrong += [problem] if problem else []
-        if best is None or len(wrong) < len(best[1]):
-            best = (exempt, wrong)
-        if not wrong:
+        compared = [each for part in way for each in _compare(server, part, together.get(part, list(part.expected)))]
+        if best is None or _apart(compared) < _apart(best):
+            best = compared
+        if not _apart(best):
             break
     assert best is not None
-    tally.exempt += best[0]
-    tally.wrong += best[1]
-
-
-def _compare(server: Any, part: Part, together: list[int]) -> tuple[int, str | None]:
-    """Exempt tokens of a part, asked for alone on an empty cache, and what is wrong with it.
-
-    Args:
-        together: what it got when it was replayed together with others.
-    """
-    soak_server.flush(server)
-    answer = _ask(server, part, return_logprob=True, top_logprobs_num=2)
-    alone = answer["output_ids"]
-    for what, ids in (("served", part.expected), ("replayed in a batch", together)):
-        position = next((i for i, pair in enumerate(zip(ids, alone, strict=True)) if pair[0] != pair[1]), None)
-        if position is None:
+    tally.exempt += sum(token.is_exempt for each in best for token in each.tokens)
+    for each in best:
+        if not each.apart:
             continue
-        best, second = answer["meta_info"]["output_top_logprobs"][position][:2]
-        if best[0] - second[0] <= MARGIN and ids[position] == second[1]:
-            return len(alone) - position, None
-        return 0, (
-            f"request {part.request.number} (prompt {len(part.request.ids)}, {part.request.custom}, {part.settings}): "
-            f"token {len(part.prompt) - len(part.request.ids) + position} {what} is {ids[position]}, alone "
-            f"{alone[position]}, margin {best[0] - second[0]:.4f} nats"
+        if tally.wrong or len(tally.border_prompts) > 1:
+            verdict = soak_border.Verdict(False, "not looked into, since the soak has failed by now")
+        else:
+            verdict = soak_border.judge(server, each.part, each.tokens, scale)
+        (tally.borders if verdict.is_border else tally.wrong).append(f"{each}; {verdict.found}")
+        if verdict.is_border:
+            tally.border_prompts.add(each.part.request.ids)
+            tally.border_tokens += len(each.apart)
+        else:
+            tally.wrong_tokens += len(each.apart)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """Tokens that a part got, as the quiet server sees them when it is asked for these alone."""
+
+    part: Part
+    what: str
+    tokens: list[Token]
+
+    @property
+    def apart(self) -> list[int]:
+        return [position for position, token in enumerate(self.tokens) if token.is_apart]
+
+    def __str__(self) -> str:
+        position = self.apart[0]
+        token, rest = self.tokens[position], len(self.apart) - 1
+        return (
+            f"{self.part}: token {self.part.number(position)} {self.what} is {token.id}, alone {token.rival}, "
+            f"margin {token.behind:.4f} nats" + (f", and {rest} tokens after it" if rest else "")
         )
-    return 0, None
 
 
-def _ask(server: Any, part: Part, **more: Any) -> dict[str, Any]:
-    whole = dataclasses.replace(part.request, ids=part.prompt, tokens=len(part.expected), stream=False, n=1)
-    body = whole.body("") | more
-    del body["rid"]
-    response = server.post("/generate", body)
+def _compare(server: Any, part: Part, together: list[int]) -> list[_Compared]:
+    """What a part was served, and what it got when it was replayed together with others if that is not the same."""
+    compared = [_Compared(part, "served", force(server, part, part.expected))]
+    if tuple(together) != part.expected:
+        compared.append(_Compared(part, "replayed in a batch", force(server, part, together)))
+    return compared
+
+
+def _apart(compared: list[_Compared]) -> int:
+    return sum(len(each.apart) for each in compared)
+
+
+def _ask(server: Any, part: Part) -> dict[str, Any]:
+    response = server.post("/generate", part.body(len(part.expected)))
     response.raise_for_status()
     return response.json()

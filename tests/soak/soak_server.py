@@ -17,6 +17,8 @@ _FLAGS = (
     *("--sparse-decode", "--sparse-decode-window-tokens", "32", "--sparse-decode-gamma", "0.9"),
     *("--max-running-requests", "8", "--schedule-conservativeness", "0.1"),
     *("--enable-metrics", "--log-level-http", "warning"),
+    # Replays give tokens (soak_forced.py).
+    "--enable-custom-logit-processor",
 )
 MODES: dict[str, tuple[str, ...]] = {
     "resident": (),
@@ -31,7 +33,7 @@ _COMPLAINTS = ("leak", "double free", "use-after-free", "Traceback", "Scheduler 
 """What SGLang logs when its own idle checks fail, or when something raised."""
 
 
-def start(model: Path, mode: str, log: Path, scale: Scale) -> harness.Server:
+def start(model: Path, mode: str, log: Path, scale: Scale, **env: str) -> harness.Server:
     sizes = {
         "--page-size": scale.page_size,
         "--max-total-tokens": scale.pool_tokens,
@@ -40,13 +42,25 @@ def start(model: Path, mode: str, log: Path, scale: Scale) -> harness.Server:
     }
     flags = [str(part) for pair in sizes.items() for part in pair]
     # As tests/conftest.py has it; `make soak` runs without pytest.
-    return harness.Server(model, *_FLAGS, *flags, *MODES[mode], log=log, OMP_NUM_THREADS="1")
+    return harness.Server(model, *_FLAGS, *flags, *MODES[mode], log=log, OMP_NUM_THREADS="1", **env)
 
 
 def flush(server: harness.Server) -> None:
     """Empties the cache once nothing runs or waits: the last step may outlast the answer, and the server learns late
     that some clients are gone."""
     server.post("/flush_cache?timeout=60", {}).raise_for_status()
+
+
+def model_path(server: harness.Server) -> Path:
+    """The folder of the weights that the server has."""
+    response = requests.get(f"{server.url}/model_info", timeout=60)
+    response.raise_for_status()
+    return Path(response.json()["model_path"])
+
+
+def load_weights(server: harness.Server, model: Path) -> None:
+    """Gives a quiet server the weights in `model`, and an empty cache."""
+    server.post("/update_weights_from_disk", {"model_path": str(model)}).raise_for_status()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import soak_server
 from random_model import write_random_model
-from soak_client import Answer, Outcome, Settings, _add, _was_refused
+from soak_client import Answer, Client, Outcome, Settings, _add, _was_refused
 from soak_plan import SCALES, Event, Request, Scale, plan
 from soak_replay import _ways, replay
 from soak_run import Soak
@@ -67,6 +67,7 @@ def test_plans_hold_all_that_they_promise(scale: Scale) -> None:
     assert {request.ending for request in asked} == {"finish", "abort", "disconnect", "refused"}
     assert {request.stream for request in asked} == {True, False}
     assert any(len(request.ids) > scale.context for request in asked)
+    assert any(scale.pool_tokens < len(request.ids) + request.tokens <= scale.context for request in asked)
     assert any(request.tokens == 1 for request in asked)
     assert any(request.n > 1 for request in asked)
     served = [request for request in asked if request.ending != "refused"]
@@ -102,28 +103,62 @@ def test_retracted_answers_are_replayed_in_parts() -> None:
     ("status", "text", "refused"),
     [
         (400, "too long", True),
-        (499, "", True),
+        (499, "", "if told"),
         (500, "", False),
-        (200, '{"meta_info": {"finish_reason": {"type": "abort"}}, "output_ids": []}', True),
+        (200, '{"meta_info": {"finish_reason": {"type": "abort"}}, "output_ids": []}', "if told"),
         (200, '{"meta_info": {"finish_reason": {"type": "abort"}}, "output_ids": [5]}', False),
         (200, '{"meta_info": {"finish_reason": {"type": "length"}}, "output_ids": [5]}', False),
         (200, "data: {}", False),
     ],
 )
-def test_what_counts_as_refused(status: int, text: str, refused: bool) -> None:
-    assert _was_refused(status, text) is refused
+def test_what_counts_as_refused(status: int, text: str, refused: bool | str) -> None:
+    assert _was_refused(status, text, told_to_abort=True) is bool(refused)
+    assert _was_refused(status, text, told_to_abort=False) is (refused is True)
 
 
-@pytest.mark.parametrize(("came", "last"), [([], [7]), ([5], [7]), ([5], [5]), ([5, 6], [7]), ([5, 6], [])])
-def test_a_stream_that_is_aborted_while_it_waits_keeps_what_came(came: list[int], last: list[int]) -> None:
-    request, answers = Request(0, (1, 2, 3), 4, 0), [Answer()]
-    if came:
-        _add({"output_ids": came, "meta_info": {"finish_reason": None}}, request, answers)
-    _add({"output_ids": last, "meta_info": {"finish_reason": {"type": "abort"}}}, request, answers)
-    assert (answers[0].ids, answers[0].finish) == (came, "abort")
-    answers = [Answer([5])]
+@pytest.mark.parametrize("ending", ["finish", "abort"])
+@pytest.mark.parametrize(("begun", "over"), [(0, 0), (1, 1), (1, 0), (2, 1)])
+def test_an_answer_is_cut_short_only_if_somebody_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, ending: Any, begun: int, over: int
+) -> None:
+    def cut(client: Client, request: Request, rid: str, outcome: Outcome, over: int) -> None:
+        outcome.answers = [Answer([5], finish="abort")]
+
+    client = Client("", "test")
+    client.aborts_begun, client.aborts_over = begun, over
+    monkeypatch.setattr(Client, "_exchange", cut)
+    outcome = client.send(Request(0, (1, 2, 3), 4, 0, ending=ending, after_chunks=1))
+    assert bool(outcome.failure) is (ending == "finish" and begun == over)
+
+
+@pytest.mark.parametrize(
+    ("came", "last", "tokens", "kept"),
+    [
+        ([], [7], 1, [7]),
+        ([], [7], 3, []),
+        ([], [], 0, []),
+        ([5], [5], 1, [5]),
+        ([5], [7], 2, [5, 7]),
+        ([5], [5, 7, 8], 3, [5, 7, 8]),
+        ([5], [7], 3, [5]),
+        ([5, 6], [6], 2, [5, 6]),
+        ([5, 6], [], 2, [5, 6]),
+    ],
+)
+def test_a_stream_that_is_aborted_keeps_the_tokens_that_are_known(
+    came: list[int], last: list[int], tokens: int, kept: list[int]
+) -> None:
+    request, answers = Request(0, (1, 2, 3), 4, 0), [Answer(came)]
+    event = {"output_ids": last, "meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": tokens}}
+    _add(event, request, answers)
+    assert (answers[0].ids, answers[0].finish) == (kept, "abort")
+
+
+@pytest.mark.parametrize(("last", "tokens", "kind"), [([7], 1, "abort"), ([7], 2, "abort"), ([7], 1, "length")])
+def test_a_stream_may_not_take_back_tokens(last: list[int], tokens: int, kind: str) -> None:
+    event = {"output_ids": last, "meta_info": {"finish_reason": {"type": kind}, "completion_tokens": tokens}}
     with pytest.raises(ValueError, match="took back tokens"):
-        _add({"output_ids": [7], "meta_info": {"finish_reason": {"type": "length"}}}, request, answers)
+        _add(event, Request(0, (1, 2, 3), 4, 0), [Answer([5, 6])])
 
 
 @pytest.mark.parametrize(
