@@ -195,11 +195,12 @@ def _fused_top_delta_kernel(
     KEPT_WEIGHT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    program = tl.program_id(0) % kv_heads * (tl.num_programs(0) // kv_heads) + tl.program_id(0) // kv_heads
-    # Where the pages are weighted, what is counted is cost.
+    # Where the pages are weighted, what is counted is cost, and a program may have several heads.
     if last_kept is None:
         unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, 0, PAGE, 1, REQUESTS)
+        program = h * (tl.num_programs(0) // kv_heads) + tl.program_id(0) // kv_heads
     else:
+        program = tl.program_id(0) % kv_heads * (tl.num_programs(0) // kv_heads) + tl.program_id(0) // kv_heads
         unit, end = fused_shares.program_range(
             program, seq_lens, last_kept, batch, kv_heads, PAGE, BLOCK, PAGE_WEIGHT, KEPT_WEIGHT, REQUESTS
         )
@@ -226,6 +227,7 @@ def _fused_top_delta_kernel(
         else:
             first = tl.cdiv(tl.maximum(unit - before, 0), weight)
             last = tl.minimum(row_pages, tl.cdiv(end - before, weight))
+            unit = before + last * weight
             span = spans + 2 * (b * kv_heads + h)
             if first == 0:
                 tl.store(span, program)
@@ -383,8 +385,6 @@ def _fused_top_delta_kernel(
                 tl.store(tap_q + h * G * D + index, values, mask=index < G * D)
         if last_kept is None:
             unit += last - first
-        else:
-            unit = before + last * weight
 
 
 def _fused_top_delta_triton(
