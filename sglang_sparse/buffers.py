@@ -22,6 +22,7 @@ class DecodeBuffers:
         lists: whether layers that select may do so by way of block lists; False if they all take the fused pass.
         has_maxima: whether the rule compares scores.
         has_tail: whether the blocks that are not read are answered, which takes their mask.
+        fused_requests: the largest batch that takes the fused pass.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class DecodeBuffers:
         has_tail: bool,
         lists: bool = True,
         has_maxima: bool = False,
+        fused_requests: int = 0,
         device: torch.device | str,
     ) -> None:
         self._page_size = geometry.page_size
@@ -57,6 +59,10 @@ class DecodeBuffers:
         counted = (len(thresholds) if selects else 0, max_requests, geometry.kv_heads)
         self.block_counts = torch.zeros(counted, dtype=torch.int32, device=device)
         """`[layers, max_requests, Hkv]` int32, lengths of the lists in the last step; written in layers that select."""
+        counted = (counted[0] if fused_requests else 0, fused_requests, geometry.kv_heads)
+        self.last_kept = torch.zeros(counted, dtype=torch.int32, device=device)
+        """`[layers, fused_requests, Hkv]` int32, blocks that the rows of the last fused step kept, whoever they were;
+        the next one shares its work out by them."""
         self.request_totals = torch.zeros((max_requests, len(FIELDS)), dtype=torch.int64, device=device)
         """Blocks that each request of the last step read, and blocks that it had, over layers and KV heads."""
         answered = rows[0] if has_tail else 0

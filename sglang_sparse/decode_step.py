@@ -66,6 +66,7 @@ class DecodeStep:
         # The keys of a split cache are summaries: all layers have them.
         summarised = list(range(layers)) if options.kv_format == "split" else self.sparse_layers
         self.summaries = PageSummaries(self.estimator, summarised, pages, device, self.tail)
+        fused_requests = paths.most_fused(options, max_requests) if self.sparse_layers else 0
         self.buffers = DecodeBuffers(
             geometry,
             max_requests=max_requests,
@@ -75,10 +76,11 @@ class DecodeStep:
             has_tail=self.tail is not None,
             lists=paths.ever_lists(options),
             has_maxima=self.rule.needs_maxima,
+            fused_requests=fused_requests,
             device=device,
         )
         self._pseudo_maximum = PseudoMaximum(options, geometry)
-        self.fused = FusedPass(options, geometry, device) if self.sparse_layers and paths.ever_fused(options) else None
+        self.fused = FusedPass(options, geometry, fused_requests, device) if fused_requests else None
         self.tap: SelectionTap | None = None
         if options.audit_rate > 0 and self.sparse_layers:
             self.tap = SelectionTap.create(
@@ -196,7 +198,7 @@ class DecodeStep:
     def _attend_fused(
         self, layer: int, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
-        """`attend` by the fused pass, for all requests at once: it has no buffers by request."""
+        """`attend` by the fused pass, for all requests at once: no buffers of its own are as long as they are."""
         assert self.fused is not None
         b, batch = self.buffers, q.shape[0]
         self.fused.attend(
@@ -211,6 +213,7 @@ class DecodeStep:
             out=out,
             block_counts=b.block_counts[layer, :batch],
             kept_total=self.counters.kept_blocks[layer],
+            last_kept=b.last_kept[layer],
             value_means=self.summaries.value_means(layer) if self.tail else None,
             tap=TapPoint(self.tap, layer, q) if self.tap is not None else None,
         )

@@ -14,9 +14,11 @@ from sglang_sparse.tail import make_tail
 
 
 class FusedPass:
-    """Selects and attends in one launch and a combine; holds the buffers for it, which do not depend on the batch."""
+    """Selects and attends in one launch and a combine; holds the buffers for it, for batches up to `max_requests`."""
 
-    def __init__(self, options: SparseDecodeOptions, geometry: Geometry, device: torch.device | str) -> None:
+    def __init__(
+        self, options: SparseDecodeOptions, geometry: Geometry, max_requests: int, device: torch.device | str
+    ) -> None:
         tail = make_tail(options, geometry)
         self.workspace = FusedWorkspace.create(
             geometry.kv_heads,
@@ -27,6 +29,7 @@ class FusedPass:
             block_size=geometry.block_size,
             device=device,
             cells=geometry.page_size // tail.cell if tail else 1,
+            rows=max_requests * geometry.kv_heads,
         )
         self._arguments: dict[str, Any] = {
             "bits": options.thumbnail_bits,
@@ -51,10 +54,12 @@ class FusedPass:
         out: torch.Tensor,
         block_counts: torch.Tensor,
         kept_total: torch.Tensor,
+        last_kept: torch.Tensor | None,
         value_means: torch.Tensor | None,
         tap: TapPoint | None,
     ) -> None:
-        """Attention of one layer; `thresholds` is delta, `summary` that of the thumbnail estimator."""
+        """Attention of one layer; `thresholds` is delta, `summary` that of the thumbnail estimator. `last_kept` is what
+        the layer's rows kept in the step before, by which the work is shared out; None for equal shares."""
         codes, low_step = summary
         fused_top_delta(
             q,
@@ -71,6 +76,7 @@ class FusedPass:
             workspace=self.workspace,
             value_means=value_means,
             kept_total=kept_total,
+            last_kept=last_kept,
             tap=tap,
             **self._arguments,
         )

@@ -11,7 +11,7 @@ from sparse_kernels import AttentionWorkspace, ExpectedWorkspace
 from sglang_sparse.fused import FusedPass
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
-from sglang_sparse.paths import ever_fused, ever_lists
+from sglang_sparse.paths import ever_lists, most_fused
 from sglang_sparse.selection import make_estimator, make_rule
 from sglang_sparse.selection_options import FORECAST
 from sglang_sparse.tail import make_tail
@@ -118,11 +118,14 @@ def reserve(
     return SparsePoolConfigurator(inner, share, reserved)
 
 
-def workspace_bytes(options: SparseDecodeOptions, geometry: Geometry, device: torch.device | str) -> int:
+def workspace_bytes(
+    options: SparseDecodeOptions, geometry: Geometry, max_requests: int, device: torch.device | str
+) -> int:
     """Bytes in which the attention kernels leave the parts of shared rows; by the device's multiprocessors."""
     attention = AttentionWorkspace.create(None, geometry.group_size, geometry.head_dim, device).nbytes
-    if ever_fused(options):
-        attention += FusedPass(options, geometry, device).workspace.nbytes
+    fused_requests = most_fused(options, max_requests)
+    if fused_requests:
+        attention += FusedPass(options, geometry, fused_requests, device).workspace.nbytes
     return attention
 
 
@@ -137,13 +140,15 @@ def step_buffer_bytes(
     device: torch.device | str = "cpu",
 ) -> int:
     """Bytes that steps and audit need, whatever the pool holds; arguments as for `reserve`."""
-    reserved = workspace_bytes(options, geometry, device)
+    reserved = workspace_bytes(options, geometry, max_requests, device)
     if ever_lists(options):
         sizes = (make_tail(options, geometry) is not None, make_rule(options, geometry).needs_maxima)
         turn = requests_per_turn(geometry, max_pages, max_requests, *sizes)
         reserved += turn * step_bytes_per_request(geometry, max_pages, *sizes)
     # Page tables; thresholds and counts of each layer and KV head; what each request read.
     reserved += max_requests * ((max_pages + 2 * layers * geometry.kv_heads) * 4 + 16)
+    # What each layer and KV head kept in the last fused step.
+    reserved += most_fused(options, max_requests) * layers * geometry.kv_heads * 4
     if options.offload:
         # Where each listed block is.
         reserved += max_requests * max_pages * geometry.blocks_per_page * geometry.kv_heads * 4

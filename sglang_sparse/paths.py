@@ -38,6 +38,13 @@ def ever_fused(options: SparseDecodeOptions) -> bool:
     return takes_fused(options, 1)
 
 
+def most_fused(options: SparseDecodeOptions, max_requests: int) -> int:
+    """The largest batch that takes the fused pass, of batches up to `max_requests`; 0 if none does."""
+    if not ever_fused(options):
+        return 0
+    return max_requests if options.path == "fused" else min(max_requests, fused_up_to(options))
+
+
 def ever_lists(options: SparseDecodeOptions) -> bool:
     """Whether some batch takes block lists."""
     return not (can_fuse(options) and options.path == "fused")

@@ -291,6 +291,9 @@ def test_the_fused_pass_gives_what_lists_give(changes: dict) -> None:
         if DEVICE == "cpu":
             assert torch.equal(fused.step.buffers.block_counts, lists.step.buffers.block_counts)
             assert torch.equal(fused.step.buffers.request_totals, lists.step.buffers.request_totals)
+        for layer in fused.step.sparse_layers:
+            # What the next step shares its work out by.
+            assert torch.equal(fused.step.buffers.last_kept[layer], fused.step.buffers.block_counts[layer])
     reading = fused.step.counters.read()
     assert reading.kept_fraction is not None
     assert reading.kept_fraction < 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sparse_kernels import AttentionWorkspace, SelectionTap
 
-from sglang_sparse import memory
+from sglang_sparse import memory, paths
 from sglang_sparse.buffers import DecodeBuffers
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import ESTIMATORS, SparseDecodeOptions
@@ -79,7 +79,7 @@ def test_the_audit_is_reserved_unless_it_is_off() -> None:
 def test_the_kernels_workspaces_are_reserved(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they are MiB for each path, by its multiprocessors."""
     options = SparseDecodeOptions(rule="top-delta", path=path, audit_rate=0)
-    reserved = memory.workspace_bytes(options, GEOMETRY, "cpu")
+    reserved = memory.workspace_bytes(options, GEOMETRY, 64, "cpu")
     sizes = {"layers": LAYERS, "max_pages": 2048, "max_requests": 64}
     with monkeypatch.context() as patch:
         patch.setattr(memory, "workspace_bytes", lambda *_: 0)
@@ -88,6 +88,34 @@ def test_the_kernels_workspaces_are_reserved(path: str, monkeypatch: pytest.Monk
     attention = AttentionWorkspace.create(None, 4, 128, "cpu").nbytes
     assert (reserved > attention) == (path == "fused")
     assert reserved >= attention == 2 * 4 * (128 + 2) * 4
+
+
+@pytest.mark.parametrize(("path", "bits", "rows"), [("lists", 2, 0), ("auto", 4, 0), ("auto", 2, 1), ("fused", 4, 64)])
+def test_what_rows_kept_before_is_reserved_where_batches_take_the_fused_pass(path: str, bits: int, rows: int) -> None:
+    options = SparseDecodeOptions(rule="top-delta", path=path, thumbnail_bits=bits)
+    assert paths.most_fused(options, 64) == rows
+    made = [
+        DecodeBuffers(
+            GEOMETRY,
+            max_requests=64,
+            max_pages=2048,
+            thresholds=[[6.0] * GEOMETRY.kv_heads] * LAYERS,
+            selects=True,
+            has_tail=True,
+            lists=paths.ever_lists(options),
+            fused_requests=requests,
+            device="meta",
+        ).bytes
+        for requests in (0, rows)
+    ]
+    held = rows * LAYERS * GEOMETRY.kv_heads * 4
+    assert made[1] - made[0] == held
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "workspace_bytes", lambda *_: 0)
+        sizes = {"layers": LAYERS, "max_pages": 2048, "max_requests": 64}
+        reserved = memory.step_buffer_bytes(options, GEOMETRY, **sizes)
+        patch.setattr(memory, "most_fused", lambda *_: 0)
+        assert reserved - memory.step_buffer_bytes(options, GEOMETRY, **sizes) == held
 
 
 def test_rule_all_reserves_nothing() -> None:

@@ -1,7 +1,8 @@
 """Rule top-delta in one pass, and by way of block lists, at several shares of kept blocks; dense attention beside them.
 
 Bytes: thumbnails of the closed pages, with a tail their mean values, keys and values of the kept blocks. Delta is set
-for each row so that it keeps the share that is asked for; which blocks those are is random. Dense peers run on the same
+for each row so that it keeps the share that is asked for; which blocks those are is random. The fused pass shares its
+pages out equally, and by what each row kept in the call before, which here kept the same. Dense peers run on the same
 inputs.
 """
 
@@ -85,6 +86,7 @@ class Case:
         self.lists = torch.empty(*rows, capacity, dtype=torch.int32, device=device)
         self.kept_mask = torch.empty_like(self.lists, dtype=torch.uint8)
         self.counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.last_kept = torch.zeros_like(self.counts)
         self.list_counts = torch.zeros_like(self.counts)
         self.out, self.list_out = torch.empty_like(batch.q), torch.empty_like(batch.q)
         self.delta = torch.ones(rows, device=device)
@@ -150,9 +152,15 @@ class Case:
         )
 
     def fused(
-        self, workspace: FusedWorkspace, tail: bool, config: FusedConfig | None = None, tap: TapPoint | None = None
+        self,
+        workspace: FusedWorkspace,
+        tail: bool,
+        config: FusedConfig | None = None,
+        tap: TapPoint | None = None,
+        by_kept: bool = False,
     ) -> None:
-        """The fused pass, into `out` and `counts`."""
+        """The fused pass, into `out` and `counts`; pages shared out equally, or by what each row kept in the last call
+        of this kind."""
         s, b = self.summaries, self.batch
         fused_top_delta(
             b.q,
@@ -169,12 +177,20 @@ class Case:
             block_counts=self.counts,
             workspace=workspace,
             value_means=s.means if tail else None,
+            last_kept=self.last_kept if by_kept else None,
             tap=tap,
             config=config,
             **self._sizes(),
         )
 
-    def check(self, what: str, workspace: FusedWorkspace, tail: bool, config: FusedConfig | None = None) -> None:
+    def check(
+        self,
+        what: str,
+        workspace: FusedWorkspace,
+        tail: bool,
+        config: FusedConfig | None = None,
+        by_kept: bool = False,
+    ) -> None:
         """Raises RuntimeError unless the fused pass keeps what the rule keeps, but for blocks at the threshold, and
         attends to what it keeps; looks at the first request."""
         suite, b = self.suite, self.batch.request(0)
@@ -186,8 +202,10 @@ class Case:
             dtype=suite.dtype,
             device=suite.device,
         )
+        if by_kept:
+            self.fused(workspace, tail, config, by_kept=True)
         tap.arm(0, 0)
-        self.fused(workspace, tail, config, TapPoint(tap, 0, self.batch.q))
+        self.fused(workspace, tail, config, TapPoint(tap, 0, self.batch.q), by_kept)
         self.by_lists(AttentionWorkspace.create(None, suite.group_size, suite.head_dim, suite.device), tail=True)
         mask = torch.zeros_like(self.kept_mask[:1])
         lists = torch.zeros_like(self.lists[:1])
@@ -227,6 +245,7 @@ def make_workspace(suite: Suite, config: FusedConfig | None = None) -> FusedWork
         page_size=suite.page_size,
         block_size=suite.block_size,
         device=suite.device,
+        rows=max(suite.batches) * suite.num_kv_heads,
         config=config,
     )
 
@@ -275,14 +294,19 @@ def run(suite: Suite) -> Iterator[Measurement]:
                 total = suite.num_kv_heads * int(((made[0].batch.seq_lens - 1) // suite.block_size + 1).sum())
                 for tail in (False, True):
                     name = f"{bits} bits, kept {kept}" + (", tail" if tail else "")
-                    made[0].check(f"fused_top_delta {name} B={size} context={context}", workspace, tail)
-                    fused: list[Callable[[], None]] = [partial(case.fused, workspace, tail) for case in made]
-                    lists: list[Callable[[], None]] = [partial(case.by_lists, lists_workspace, tail) for case in made]
-                    seconds = time_in_turn(fused)
-                    share = int(made[0].counts.sum()) / total
-                    moved = moved_bytes(made, tail)
-                    case = f"fused, {name}"
-                    yield Measurement("fused_top_delta", case, size, context, share, seconds, moved)
-                    yield Measurement(
-                        "fused_top_delta", f"lists, {name}", size, context, share, time_in_turn(lists), moved
-                    )
+                    calls: dict[str, list[Callable[[], None]]] = {}
+                    for way, by_kept in (("fused", False), ("fused by kept", True)):
+                        what = f"{way} {name} B={size} context={context}"
+                        made[0].check(f"fused_top_delta {what}", workspace, tail, by_kept=by_kept)
+                        calls[way] = [partial(case.fused, workspace, tail, by_kept=by_kept) for case in made]
+                    calls["lists"] = [partial(case.by_lists, lists_workspace, tail) for case in made]
+                    for way, each in calls.items():
+                        # What is kept now is what was kept before.
+                        for call in each:
+                            call()
+                        seconds = time_in_turn(each)
+                        share = int(made[0].counts.sum()) / total
+                        case = f"{way}, {name}"
+                        yield Measurement(
+                            "fused_top_delta", case, size, context, share, seconds, moved_bytes(made, tail)
+                        )

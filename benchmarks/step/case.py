@@ -209,6 +209,7 @@ class StepCase:
             out=torch.empty_like(q),
             block_counts=counts,
             kept_total=torch.zeros(self.geometry.kv_heads, dtype=torch.int64, device=self.device),
+            last_kept=None,
             value_means=None,
             tap=None,
         )

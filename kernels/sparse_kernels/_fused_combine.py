@@ -22,6 +22,8 @@ def _fused_combine_kernel(
     out_ptr,
     block_counts,
     kept_total,
+    last_kept,
+    spans,
     lse_ptr,
     out_stride_b,
     out_stride_h,
@@ -40,7 +42,12 @@ def _fused_combine_kernel(
     row = tl.program_id(0)
     g = tl.program_id(1) % G
     channels = (tl.program_id(1) // G) * CHANNELS + tl.arange(0, CHANNELS)
-    units, first, last = plan.row_parts(row, batch, kv_heads, shares, seq_lens, PAGE, REQUESTS)
+    if last_kept is None:
+        units, first, last = plan.row_parts(row, batch, kv_heads, shares, seq_lens, PAGE, REQUESTS)
+    else:
+        units = tl.load(seq_lens + row // kv_heads)
+        first = tl.load(spans + 2 * row)
+        last = tl.load(spans + 2 * row + 1)
     shared = (units > 0) & (first < last)
     # Rows inside one program are complete already.
     if shared | (units == 0):
@@ -78,6 +85,13 @@ def _fused_combine_kernel(
                 tl.store(block_counts + b * counts_stride_b + h * counts_stride_h, kept)
                 if kept_total is not None:
                     tl.atomic_add(kept_total + h, kept.to(tl.int64), sem="relaxed")
+                if last_kept is not None:
+                    tl.store(last_kept + row, kept)
+    else:
+        if last_kept is not None:  # noqa: SIM102 - a condition of the compiler's
+            if tl.program_id(1) == 0:
+                counts = block_counts + row // kv_heads * counts_stride_b + row % kv_heads * counts_stride_h
+                tl.store(last_kept + row, tl.load(counts))
 
 
 def combine_parts(
@@ -87,9 +101,10 @@ def combine_parts(
     out: torch.Tensor,
     block_counts: torch.Tensor,
     kept_total: torch.Tensor | None,
+    last_kept: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> None:
-    """Completes `out`, `block_counts`, `kept_total` and `lse` of `fused_top_delta`, which has checked all arguments."""
+    """Completes the outputs of `fused_top_delta`, which has checked all arguments."""
     batch, heads, head_dim = out.shape
     kv_heads = block_counts.shape[1]
     group_size = heads // kv_heads
@@ -104,6 +119,8 @@ def combine_parts(
         out,
         block_counts,
         kept_total,
+        last_kept,
+        None if last_kept is None else workspace.spans,
         lse,
         out.stride(0),
         out.stride(1),

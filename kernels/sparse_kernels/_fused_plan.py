@@ -1,10 +1,11 @@
 """How `fused_top_delta` shares its work, and the buffers that its programs leave parts in and keep notes in.
 
-The work of a KV head is a sequence of units, one for each page of each request, in equal shares (`_work_split`): share
-`i` of head `h` is that of program `i * Hkv + h`, whose buffers are number `h * n + i`, with `n` shares a head, so that
-those of a row lie side by side. A program works on the pages of one row at a time, `CHUNK` of them at most: it scans
-them, lists the blocks to keep, and attends to those. Consecutive units are pages that lie far apart in the row
-(`row_page`), because blocks that are kept lie together: a run of pages would leave one program with most of them.
+The work of a KV head is a sequence of units, one for each page of each request, in equal shares (`_work_split`), or in
+shares by what the rows kept before (`_fused_shares`): share `i` of head `h` is that of program `i * Hkv + h`, whose
+buffers are number `h * n + i`, with `n` shares a head, so that those of a row lie side by side. A program works on the
+pages of one row at a time, `CHUNK` of them at most: it scans them, lists the blocks to keep, and attends to those.
+Consecutive units are pages that lie far apart in the row (`row_page`), because blocks that are kept lie together: a run
+of pages would leave one program with most of them.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class FusedWorkspace:
         slots: `[num_programs, CHUNK * blocks of a page]` int32: first slots of the kept blocks.
         dropped: `[num_programs, CHUNK * cells of a page, G]` fp32: mass of the dropped blocks, over that of a token at
             the pseudo-maximum.
+        spans: `[rows, 2]` int32, numbers of the first and last program of each row; see `_fused_shares`.
     """
 
     parts: AttentionWorkspace
@@ -86,6 +88,7 @@ class FusedWorkspace:
     kept_bits: torch.Tensor
     slots: torch.Tensor
     dropped: torch.Tensor
+    spans: torch.Tensor
 
     @classmethod
     def create(
@@ -99,6 +102,7 @@ class FusedWorkspace:
         block_size: int,
         device: torch.device | str,
         cells: int = 1,
+        rows: int = 0,
         num_programs: int | None = None,
         config: FusedConfig | None = None,
     ) -> FusedWorkspace:
@@ -111,6 +115,7 @@ class FusedWorkspace:
             dtype: of the KV pool.
             page_size, block_size: tokens of a page and of a block.
             cells: cells of a page that have a mean value of their own, where there is a tail.
+            rows: requests times KV heads of the largest batch, where what rows kept before is given (`last_kept`).
             device: where the kernels run.
             num_programs: size of the grid, at least `kv_heads`; None for what the device and the launch options give.
             config: launch options that the workspace is for; None for the default.
@@ -132,6 +137,7 @@ class FusedWorkspace:
             kept_bits=int32(programs, CHUNK),
             slots=int32(programs, CHUNK * (page_size // block_size)),
             dropped=torch.empty(programs, CHUNK * cells, group_size, dtype=torch.float32, device=device),
+            spans=int32(rows, 2),
         )
 
     @property
@@ -141,7 +147,7 @@ class FusedWorkspace:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held."""
-        own = (self.counts, self.notes, self.kept_bits, self.slots, self.dropped)
+        own = (self.counts, self.notes, self.kept_bits, self.slots, self.dropped, self.spans)
         return self.parts.nbytes + sum(tensor.nbytes for tensor in own)
 
     def check(self, kv_heads: int, group_size: int, head_dim: int, page_size: int, block_size: int, cells: int) -> None:
@@ -158,9 +164,9 @@ class FusedWorkspace:
         check_shape("workspace.dropped", self.dropped, n, None, group_size)
         if self.dropped.shape[1] < CHUNK * cells:
             raise ValueError(f"workspace.dropped has room for {self.dropped.shape[1]} cells; needed: {CHUNK * cells}")
-        for name in ("counts", "kept_bits", "slots"):
+        for name in ("counts", "kept_bits", "slots", "spans"):
             check_dtype(f"workspace.{name}", getattr(self, name), torch.int32)
-        for name in ("counts", "notes", "kept_bits", "slots", "dropped"):
+        for name in ("counts", "notes", "kept_bits", "slots", "dropped", "spans"):
             check_contiguous(f"workspace.{name}", getattr(self, name))
 
 

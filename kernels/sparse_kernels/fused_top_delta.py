@@ -14,10 +14,11 @@ import triton.language as tl
 from . import _fused_attend as fused_attend
 from . import _fused_plan as plan
 from . import _fused_scan as fused_scan
+from . import _fused_shares as fused_shares
 from . import _score_tile as score_tile
 from . import _work_split as work_split
 from ._attention_plan import check_attention
-from ._checks import check_choice, check_contiguous, check_dtype, check_shape
+from ._checks import check_choice, check_contiguous, check_dtype, check_rows, check_shape
 from ._dispatch import INTERPRETED, use_triton
 from ._fused_combine import combine_parts
 from ._fused_plan import FusedConfig, FusedWorkspace
@@ -58,6 +59,7 @@ def fused_top_delta_reference(
     value_means: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     kept_total: torch.Tensor | None = None,
+    last_kept: torch.Tensor | None = None,
     tap: TapPoint | None = None,
 ) -> None:
     """`fused_top_delta` in plain torch, by the operations that do the same one after another."""
@@ -113,6 +115,8 @@ def fused_top_delta_reference(
         lse=lse,
         **sizes,
     )
+    if last_kept is not None:
+        last_kept[:batch] = block_counts
 
 
 @triton.jit(do_not_specialize=["batch", "sink_blocks", "window_tokens", "min_context", "layer", "first_row"])
@@ -130,6 +134,8 @@ def _fused_top_delta_kernel(
     lse_ptr,
     block_counts,
     kept_total,
+    last_kept,
+    spans,
     partial_out_ptr,
     partial_max_ptr,
     partial_sum_ptr,
@@ -185,10 +191,19 @@ def _fused_top_delta_kernel(
     TILE_CELLS: tl.constexpr,
     Q_CHUNK: tl.constexpr,
     REQUESTS: tl.constexpr,
+    PAGE_WEIGHT: tl.constexpr,
+    KEPT_WEIGHT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, 0, PAGE, 1, REQUESTS)
-    program = h * (tl.num_programs(0) // kv_heads) + tl.program_id(0) // kv_heads
+    # Where the pages are weighted, what is counted is cost, and a program may have several heads.
+    if last_kept is None:
+        unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, 0, PAGE, 1, REQUESTS)
+        program = h * (tl.num_programs(0) // kv_heads) + tl.program_id(0) // kv_heads
+    else:
+        program = tl.program_id(0) % kv_heads * (tl.num_programs(0) // kv_heads) + tl.program_id(0) // kv_heads
+        unit, end = fused_shares.program_range(
+            program, seq_lens, last_kept, batch, kv_heads, PAGE, BLOCK, PAGE_WEIGHT, KEPT_WEIGHT, REQUESTS
+        )
     notes = notes_ptr + program * CHUNK
     kept_bits = kept_bits_ptr + program * CHUNK
     slots = slots_ptr + program * (CHUNK * (PAGE // BLOCK))
@@ -197,12 +212,27 @@ def _fused_top_delta_kernel(
     channels = tl.arange(0, D_PAD)
     real = (channels < D)[:, None] & (heads < G)[None, :]
     while unit < end:
-        request, before = work_split.find_request(unit, seq_lens, batch, 0, PAGE, 1, REQUESTS)
+        if last_kept is None:
+            request, before = work_split.find_request(unit, seq_lens, batch, 0, PAGE, 1, REQUESTS)
+        else:
+            request, h, before, weight = fused_shares.find_row(
+                unit, seq_lens, last_kept, batch, kv_heads, PAGE, BLOCK, PAGE_WEIGHT, KEPT_WEIGHT, REQUESTS
+            )
         b = request.to(tl.int64)
         length = tl.load(seq_lens + b)
         row_pages = tl.cdiv(length, PAGE)
-        first = unit - before
-        last = tl.minimum(row_pages, first + end - unit)
+        if last_kept is None:
+            first = unit - before
+            last = tl.minimum(row_pages, first + end - unit)
+        else:
+            first = tl.cdiv(tl.maximum(unit - before, 0), weight)
+            last = tl.minimum(row_pages, tl.cdiv(end - before, weight))
+            unit = before + last * weight
+            span = spans + 2 * (b * kv_heads + h)
+            if first == 0:
+                tl.store(span, program)
+            if last == row_pages:
+                tl.store(span + 1, program)
         pages = page_table + b * page_table_stride
         row_q = q_ptr + b * q_stride_b + h * G * q_stride_h
         keys = k_ptr + h * k_stride_h
@@ -353,7 +383,8 @@ def _fused_top_delta_kernel(
                 source = tap_source + b * tap_batch_stride + h * G * tap_head_stride
                 values = tl.load(source + index // D * tap_head_stride + index % D, mask=index < G * D)
                 tl.store(tap_q + h * G * D + index, values, mask=index < G * D)
-        unit += last - first
+        if last_kept is None:
+            unit += last - first
 
 
 def _fused_top_delta_triton(
@@ -379,6 +410,7 @@ def _fused_top_delta_triton(
     value_means: torch.Tensor | None,
     lse: torch.Tensor | None,
     kept_total: torch.Tensor | None,
+    last_kept: torch.Tensor | None,
     tap: TapPoint | None,
     config: FusedConfig,
 ) -> None:
@@ -403,6 +435,8 @@ def _fused_top_delta_triton(
         lse,
         block_counts,
         kept_total,
+        last_kept,
+        None if last_kept is None else workspace.spans,
         parts.partial_out,
         parts.partial_max,
         parts.partial_sum,
@@ -448,11 +482,13 @@ def _fused_top_delta_triton(
         TILE_CELLS=TAIL_CELLS,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),
         REQUESTS=score_tile.REQUESTS,
+        PAGE_WEIGHT=fused_shares.PAGE_WEIGHT,
+        KEPT_WEIGHT=fused_shares.KEPT_WEIGHT,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
         maxnreg=config.registers,
     )
-    combine_parts(workspace, seq_lens, page_size, out, block_counts, kept_total, lse)
+    combine_parts(workspace, seq_lens, page_size, out, block_counts, kept_total, last_kept, lse)
 
 
 def fused_top_delta(
@@ -478,6 +514,7 @@ def fused_top_delta(
     value_means: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     kept_total: torch.Tensor | None = None,
+    last_kept: torch.Tensor | None = None,
     tap: TapPoint | None = None,
     config: FusedConfig | None = None,
     impl: str = "auto",
@@ -513,6 +550,10 @@ def fused_top_delta(
             None drops what is not kept.
         lse: `[B, Hkv * G]` fp32, contiguous, output: as in `sparse_attention`; optional.
         kept_total: `[Hkv]` int64, increased by the counts; optional.
+        last_kept: `[>=B, Hkv]` int32, contiguous: blocks kept in the call before, by which pages are shared out to
+            programs; its first B rows are replaced by the counts. Any values do: those of other requests cost time
+            only. Neither read nor written by the kernels where `B * Hkv * max_pages` is beyond 26 million. None shares
+            out equal numbers of pages.
         tap: gets one request's queries and lists, in any order, if its target names this call; its counts must be 0
             before, as `SelectionTap.arm` leaves them. Optional.
         config: launch options, those that the workspace was created for; None for the default.
@@ -535,6 +576,11 @@ def fused_top_delta(
     if kept_total is not None:
         check_shape("kept_total", kept_total, kv_heads)
         check_dtype("kept_total", kept_total, torch.int64)
+    if last_kept is not None:
+        check_rows("last_kept", last_kept, batch, ndim=2)
+        check_shape("last_kept", last_kept, None, kv_heads)
+        check_dtype("last_kept", last_kept, torch.int32)
+        check_contiguous("last_kept", last_kept)
     cells = 1
     if value_means is not None:
         check_shape("value_means", value_means, k_pool.shape[0] // page_size, kv_heads, None, head_dim)
@@ -561,6 +607,7 @@ def fused_top_delta(
         "value_means": value_means,
         "lse": lse,
         "kept_total": kept_total,
+        "last_kept": last_kept,
         "tap": tap,
     }
     inputs = (q, k_pool, v_pool, codes, low_step, page_table, seq_lens)
@@ -570,6 +617,10 @@ def fused_top_delta(
     if workspace is None:
         raise ValueError("workspace is needed by the Triton kernels")
     workspace.check(kv_heads, heads // kv_heads, head_dim, page_size, block_size, cells)
+    if last_kept is not None:
+        check_rows("workspace.spans", workspace.spans, batch * kv_heads, ndim=2)
+        if not fused_shares.fits(batch * kv_heads, page_table.shape[1]):
+            arguments["last_kept"] = None
     config = config or plan.fused_config(heads // kv_heads, head_dim, page_size, block_size, q.dtype)
     if batch:
         _fused_top_delta_triton(*inputs, **arguments, config=config)

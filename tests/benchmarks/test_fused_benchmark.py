@@ -37,9 +37,11 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_paths_keep_what_is_asked_for() -> None:
     found = list(bench_fused_top_delta.run(SUITE))
     assert found[0].case == "dense, all blocks"
-    assert len(found) == 1 + 2 * 2 * 2 * 2
-    for fused, lists in zip(found[1::2], found[2::2], strict=True):
+    assert len(found) == 1 + 2 * 2 * 2 * 3
+    for fused, by_kept, lists in zip(found[1::3], found[2::3], found[3::3], strict=True):
         assert fused.case.removeprefix("fused") == lists.case.removeprefix("lists")
+        assert fused.case.removeprefix("fused") == by_kept.case.removeprefix("fused by kept")
+        assert (fused.kept, fused.bytes) == (by_kept.kept, by_kept.bytes)
         asked = 0.2 if "0.2" in fused.case else 0.5
         # Forced blocks count too, whatever their scores.
         assert asked <= fused.kept <= asked + 0.1

@@ -67,9 +67,10 @@ def rotated_heads(s: Sizes, interleaved: bool, normed: bool, angles: int) -> Non
     sk.rotated_heads(s.queries(), **rng, interleaved=interleaved, head_norm=norm, eps=1e-5, out=out)
 
 
-def fused_top_delta(s: Sizes, bits: int, tail: bool, more: bool) -> None:
+def fused_top_delta(s: Sizes, bits: int, tail: bool, more: bool, weighted: bool = False) -> None:
+    rows = s.batch * s.kv_heads
     workspace = sk.FusedWorkspace.create(
-        s.kv_heads, s.group_size, s.head_dim, s.dtype, **s.plain, device="cpu", cells=s.cells
+        s.kv_heads, s.group_size, s.head_dim, s.dtype, **s.plain, device="cpu", cells=s.cells, rows=rows
     )
     inputs = (s.queries(), s.pool(), s.pool(), *s.thumbnails(bits).values(), s.page_table(), s.seq_lens())
     sk.fused_top_delta(
@@ -84,6 +85,7 @@ def fused_top_delta(s: Sizes, bits: int, tail: bool, more: bool) -> None:
         value_means=s.means() if tail else None,
         lse=s.log_sums() if more else None,
         kept_total=s.kept_total() if more else None,
+        last_kept=s.counts() if weighted else None,
         tap=s.tap() if more else None,
     )
 
@@ -301,6 +303,8 @@ CASES = [
     case(block_mass_thumbnail, "3-bits-one-request", replace(LLAMA, batch=1), 3, True),
     case(block_mass_thumbnail, "4-bits-dim-96", PHI, 4, True),
     *(case(fused_top_delta, f"{bits}-bits-tail", LLAMA, bits, True, True) for bits in (2, 3)),
+    case(fused_top_delta, "4-bits-tail-weighted", LLAMA, 4, True, False, weighted=True),
+    case(fused_top_delta, "2-bits-weighted-tap", LLAMA, 2, True, True, weighted=True),
     case(fused_top_delta, "4-bits-tail-group-7", replace(QWEN, head_dim=64), 4, True, False),
     case(fused_top_delta, "2-bits-small", SMALL, 2, False, False),
     *(case(fused_top_delta, f"{bits}-bits-group-7", QWEN, bits, False, False) for bits in (3, 4)),

@@ -19,6 +19,7 @@ from sparse_kernels import (
     thumbnail,
 )
 from sparse_kernels._fused_plan import row_page
+from sparse_kernels._fused_shares import find_row, fits, program_range
 
 SINK, WINDOW = 5, 20
 
@@ -36,6 +37,7 @@ class Fused:
         min_context=0,
         num_programs=None,
         window=WINDOW,
+        last_kept=False,
     ):
         self.case, self.bits, self.min_context, self.window = case, bits, min_context, window
         heads = case.num_kv_heads
@@ -67,16 +69,18 @@ class Fused:
             block_size=case.block_size,
             device=DEVICE,
             cells=case.page_size // self.cell,
+            rows=case.batch * heads,
             num_programs=num_programs,
         )
         self.out = poisoned(*case.q.shape, dtype=case.q.dtype)
         self.lse = poisoned(*case.q.shape[:2])
         self.counts = poisoned(case.batch, heads, dtype=torch.int32)
         self.kept_total = torch.zeros(heads, dtype=torch.int64, device=DEVICE)
+        self.last_kept = poisoned(case.batch + 1, heads, dtype=torch.int32) if last_kept else None
 
     def run(self, impl, tap=None):
         c = self.case
-        for name in ("notes", "kept_bits", "slots", "dropped", "counts"):
+        for name in ("notes", "kept_bits", "slots", "dropped", "counts", "spans"):
             tensor = getattr(self.workspace, name)
             tensor.copy_(poisoned(*tensor.shape, dtype=tensor.dtype))
         fused_top_delta(
@@ -101,6 +105,7 @@ class Fused:
             value_means=self.means,
             lse=self.lse,
             kept_total=self.kept_total,
+            last_kept=self.last_kept,
             tap=tap,
             impl=impl,
         )
@@ -339,6 +344,102 @@ def test_units_are_the_pages_of_the_row_each_once_and_far_apart():
             assert all(abs(a - b) >= pages // 32 for a, b in itertools.pairwise(order) if a and b)
 
 
+@over_impls
+@over_shapes
+@pytest.mark.parametrize("num_programs", [2, 5, 16])
+def test_counts_of_another_step_do_no_harm(impl, page_size, block_size, head_dim, group_size, num_programs):
+    lengths = [0, page_size, 5 * page_size + block_size // 2, 9, 0]
+    sizes = {"page_size": page_size, "block_size": block_size, "head_dim": head_dim, "group_size": group_size}
+    case = make_paged_case(lengths, dtype=DTYPES[-1], **sizes)
+    fused = Fused(case, tail=True, num_programs=num_programs, last_kept=True, min_context=page_size // 2)
+    numbers = torch.Generator().manual_seed(num_programs)
+    fused.last_kept.copy_(torch.randint(-5, 30, fused.last_kept.shape, generator=numbers))
+    check(fused, impl)
+
+
+@over_impls
+def test_counts_are_kept_for_the_next_call_whoever_comes(impl):
+    """Batches of other lengths and sizes after one another, over the same counts."""
+    last_kept = poisoned(5, 2, dtype=torch.int32)
+    for seed, lengths in enumerate([[300, 40], [17, 0, 300, 16], [500], [40, 300, 300, 0, 1]]):
+        case = make_paged_case(lengths, dtype=DTYPES[0], seed=seed)
+        case.k_pool[:, 1] *= 3
+        fused = Fused(case, tail=seed % 2 == 0, num_programs=9, delta=1.0, last_kept=True)
+        fused.last_kept = last_kept
+        before = last_kept.clone()
+        check(fused, impl)
+        assert torch.equal(last_kept[: case.batch], fused.counts)
+        assert torch.equal(last_kept[case.batch :], before[case.batch :])
+        equal = Fused(case, tail=seed % 2 == 0, num_programs=9, delta=1.0).run(impl)
+        torch.testing.assert_close(fused.out, equal.out, atol=2e-3, rtol=1e-2)
+        assert torch.equal(fused.counts, equal.counts)
+
+
+@over_impls
+def test_counts_of_more_costs_than_fit_are_left_alone(impl, monkeypatch):
+    assert fits(8 * 64, 32768)
+    assert not fits(8 * 256, 32768)
+    monkeypatch.setattr("sparse_kernels._fused_shares.KEPT_WEIGHT", 2**30)
+    fused = Fused(make_paged_case([100, 30], dtype=DTYPES[0]), last_kept=True)
+    check(fused, impl)
+    if impl == "triton":
+        assert torch.equal(fused.last_kept, poisoned(3, 2, dtype=torch.int32))
+
+
+@triton.jit
+def _segments(found, seq_lens, last_kept, batch, kv_heads, MOST: tl.constexpr, ROWS: tl.constexpr):
+    """Per program up to `MOST` times request, KV head, first page and end."""
+    program = tl.program_id(0)
+    cost, end = program_range(program, seq_lens, last_kept, batch, kv_heads, 16, 8, 8, 32, ROWS)
+    place = found + program * (MOST * 4)
+    while cost < end:
+        b, h, before, weight = find_row(cost, seq_lens, last_kept, batch, kv_heads, 16, 8, 8, 32, ROWS)
+        pages = tl.cdiv(tl.load(seq_lens + b), 16)
+        first = tl.cdiv(tl.maximum(cost - before, 0), weight)
+        last = tl.minimum(pages, tl.cdiv(end - before, weight))
+        tl.store(place, b)
+        tl.store(place + 1, h)
+        tl.store(place + 2, first)
+        tl.store(place + 3, last)
+        place += 4
+        cost = before + last * weight
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_page_has_one_program_and_rows_have_programs_without_gaps(seed):
+    numbers = torch.Generator().manual_seed(seed)
+    batch, kv_heads, programs = [(1, 2, 7), (3, 3, 8), (5, 2, 40), (2, 1, 1), (4, 4, 16), (9, 1, 300)][seed % 6]
+    longest = 16 * (3 if seed % 2 else 60)
+    lengths = torch.randint(0, longest, (batch,), generator=numbers) * (torch.rand(batch, generator=numbers) > 0.3)
+    kept = torch.randint(-3, 2 * (longest // 8), (batch, kv_heads), generator=numbers)
+    found = torch.full((programs, 64, 4), -1, dtype=torch.int32, device=DEVICE)
+    arguments = (lengths.int().to(DEVICE), kept.int().to(DEVICE), batch, kv_heads)
+    _segments[(programs,)](found, *arguments, MOST=64, ROWS=4)
+    rows = {}
+    for program, segments in enumerate(found.tolist()):
+        for b, h, first, last in segments:
+            if b >= 0:
+                assert first < last
+                rows.setdefault((b, h), []).append((program, first, last))
+    assert set(rows) == {(b, h) for b in range(batch) if lengths[b] for h in range(kv_heads)}
+    for (b, _), parts in rows.items():
+        assert parts[0][1] == 0
+        assert parts[-1][2] == -(-int(lengths[b]) // 16)
+        for one, other in itertools.pairwise(parts):
+            assert other[:2] == (one[0] + 1, one[2])
+
+
+def test_programs_get_equal_costs():
+    """A head that kept everything has five times as many programs as one that kept next to nothing."""
+    programs = 60
+    found = torch.full((programs, 8, 4), -1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([16000], dtype=torch.int32, device=DEVICE)
+    kept = torch.tensor([[2000, 1]], dtype=torch.int32, device=DEVICE)
+    _segments[(programs,)](found, lengths, kept, 1, 2, MOST=8, ROWS=64)
+    by_head = [int((found[:, :, 1] == h).any(1).sum()) for h in range(2)]
+    assert by_head == [50, 10]
+
+
 def test_refuses_what_does_not_fit():
     fused = Fused(make_paged_case([40], dtype=torch.float16))
     fused.workspace = FusedWorkspace.create(2, 4, 64, torch.float16, page_size=16, block_size=8, device=DEVICE)
@@ -351,4 +452,8 @@ def test_refuses_what_does_not_fit():
     fused = Fused(make_paged_case([40], dtype=torch.float16))
     fused.delta = fused.delta.double()
     with pytest.raises(ValueError, match="delta has dtype"):
+        fused.run("torch")
+    fused = Fused(make_paged_case([40], dtype=torch.float16), last_kept=True)
+    fused.last_kept = fused.last_kept[:0]
+    with pytest.raises(ValueError, match="last_kept has shape"):
         fused.run("torch")
