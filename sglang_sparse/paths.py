@@ -13,7 +13,8 @@ FUSED_UP_TO = {2: 1}
 """By bits of the thumbnails, the largest batch for which `auto` takes the fused pass: the largest where it was not
 slower than lists at any length and kept share, a real model's heads among them, that `python -m benchmarks kernel
 fused_top_delta` was run with on an H200 (docs/performance.md). With the tail: without it the fused pass was 3% slower
-for a real model's heads. Three bits were not measured."""
+for a real model's heads as long as its shares were equal. Three bits were not measured, nor have been other batches and
+lengths since shares follow what rows kept."""
 
 
 def fused_up_to(options: SparseDecodeOptions) -> int:

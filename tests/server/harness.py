@@ -34,7 +34,7 @@ START_SECONDS = 300
 # KV of CUDA servers is fp16: models of tests have fp32 weights, which SGLang then takes as fp16.
 KV_ITEM_BYTES = 2 if ON_CUDA else 4
 # How sure a model must be of a token, in nats, for another way of adding up in 16 bits not to take the second best: a
-# block that is kept for another counts too. In fp16 the logits of the random Llama of two layers are off by 0.4 (root
+# block that is kept for another counts too. In fp16 the logits of the random Llama of two layers were off by 0.4 (root
 # mean square of 200 places; 2.5 at most), and half its places have a margin above 3.9.
 SURE = 1.0 if ON_CUDA else 0.0
 
