@@ -1,11 +1,11 @@
 """What all tests share: the CPU environment on hosts without a GPU, the ``gpu`` marker, and free ports."""
 
 import os
-import socket
 
 import pytest
 import torch
 
+from benchmarks.server import ports
 from sglang_sparse import cpu
 
 try:
@@ -49,8 +49,4 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port of the loopback address that nothing listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return ports.free_port()

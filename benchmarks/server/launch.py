@@ -6,7 +6,6 @@ import argparse
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from benchmarks.errors import BenchmarkError, ServerError
 
 from .client import Client
+from .ports import free_port
 
 DENSE, SPARSE = "dense", "sparse"
 DEFAULT_VARIANTS = {DENSE: "--attention-backend fa3", SPARSE: "--sparse-decode"}
@@ -25,9 +25,7 @@ class Server(Client):
     """`python -m sglang.launch_server` with `flags`; a context manager."""
 
     def __init__(self, model: str, flags: Sequence[str], log: Path, ready_seconds: float = 560) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         super().__init__(f"http://127.0.0.1:{port}")
         self.command = ["-m", "sglang.launch_server", "--model-path", model, *flags]
         self.log = log

@@ -6,7 +6,6 @@ import importlib.metadata
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 import requests
 import torch
 
+from benchmarks.server.ports import free_port
 from sglang_sparse import cpu
 from sglang_sparse.sglang_compat import OWN_POOL_RELEASES
 
@@ -39,14 +39,9 @@ KV_ITEM_BYTES = 2 if ON_CUDA else 4
 SURE = 1.0 if ON_CUDA else 0.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def command(model: Path | str, *flags: str, port: int) -> list[str]:
-    """The command line of a small server."""
+def command(model: Path | str, *flags: str, port: int | None = None) -> list[str]:
+    """The command line of a small server; on any free port unless one is given."""
+    port = free_port() if port is None else port
     device_flags = CUDA_FLAGS if ON_CUDA else CPU_FLAGS
     base = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
     # Without --sleep-on-idle an idle scheduler spins, and two servers on two cores starve each other.
@@ -83,6 +78,9 @@ class Server:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server exited with {self.process.returncode}:\n{self.tail()}")
+            # SGLang's processes stay when its HTTP server could not start.
+            if "error while attempting to bind on address" in self.log.read_text(errors="replace"):
+                raise RuntimeError(f"port {self.port} was taken while the server started:\n{self.tail()}")
             try:
                 if requests.get(f"{self.url}/health", timeout=5).ok:
                     return

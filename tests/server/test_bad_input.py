@@ -257,7 +257,7 @@ def test_a_broken_hook_stops_the_server(tmp_path: Path, random_llama: Path, dama
     code, named = DAMAGES[damage]
     driver = tmp_path / "driver.py"
     driver.write_text(BROKEN.format(damage=code))
-    line = harness.command(random_llama, "--sparse-decode", port=harness.free_port())
+    line = harness.command(random_llama, "--sparse-decode")
     line[1:3] = [str(driver)]
     result = subprocess.run(
         line,
@@ -276,7 +276,7 @@ def test_a_broken_hook_stops_the_server(tmp_path: Path, random_llama: Path, dama
 
 
 def test_the_exit_code_of_a_refused_server(random_llama: Path) -> None:
-    line = harness.command(random_llama, "--sparse-decode", "--sparse-decode-gamma", "2", port=harness.free_port())
+    line = harness.command(random_llama, "--sparse-decode", "--sparse-decode-gamma", "2")
     result = subprocess.run(line, env=harness.environment(), capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2
     assert "sglang-sparse: error: --sparse-decode-gamma is 2.0" in result.stderr

@@ -64,12 +64,12 @@ def test_engine(smollm2: Path) -> None:
     assert re.search(r"[\d.]+% of the KV blocks attended to", printed)
 
 
-def test_calibrate_then_serve(random_llama: Path, tmp_path: Path) -> None:
+def test_calibrate_then_serve(random_llama: Path, tmp_path: Path, free_port: int) -> None:
     prompts = tmp_path / "prompts.jsonl"
     kinds = ("lighthouse", "harbour", "bridge")
     texts = [f"The {kind} keeper wrote down the weather of the day. " * 8 for kind in kinds]
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    port, log = harness.free_port(), tmp_path / "log"
+    log = tmp_path / "log"
     calibrate = "--target-kl 0.05 --gamma-per model --tokens 4 --context 512 --device cpu"
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -79,7 +79,7 @@ def test_calibrate_then_serve(random_llama: Path, tmp_path: Path) -> None:
                 random_llama,
                 prompts,
                 "--port",
-                str(port),
+                str(free_port),
                 *harness.CPU_FLAGS,
             ],
             stdout=file,
@@ -92,11 +92,11 @@ def test_calibrate_then_serve(random_llama: Path, tmp_path: Path) -> None:
         while time.monotonic() < deadline:
             assert process.poll() is None, log.read_text()[-3000:]
             try:
-                if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok:
+                if requests.get(f"http://127.0.0.1:{free_port}/health", timeout=5).ok:
                     break
             except requests.RequestException:
                 time.sleep(0.5)
-        info = requests.get(f"http://127.0.0.1:{port}/server_info", timeout=60).json()
+        info = requests.get(f"http://127.0.0.1:{free_port}/server_info", timeout=60).json()
         options = info["internal_states"][0]["sparse_decode"]["options"]
         assert options["model"]["architecture"] == "LlamaForCausalLM"
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import KV_ITEM_BYTES, ON_CUDA, assert_same_answers, command, environment, free_port, skip_unless_served
+from harness import KV_ITEM_BYTES, ON_CUDA, assert_same_answers, command, environment, skip_unless_served
 from random_model import write_random_model
 from test_offload import FLAGS, OFFLOAD, prompts
 
@@ -89,7 +89,7 @@ def test_heads_of_another_model_are_refused_at_start(random_llama: Path, noise: 
         (path, f"{FORECAST} {path}: layers.1.weight has numbers that are not finite: train the heads anew"),
     ):
         done = subprocess.run(
-            command(random_llama, *FLAGS, *OFFLOAD, FORECAST, str(given), port=free_port()),
+            command(random_llama, *FLAGS, *OFFLOAD, FORECAST, str(given)),
             capture_output=True,
             text=True,
             env=environment(),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import KV_ITEM_BYTES, assert_same_answers, command, environment, free_port, skip_unless_served
+from harness import KV_ITEM_BYTES, assert_same_answers, command, environment, skip_unless_served
 
 pytestmark = pytest.mark.server
 
@@ -112,7 +112,7 @@ def test_float8_in_the_host_answers_alike_with_and_without_slots(
 def test_bad_input_is_one_line_at_start(flags: tuple[str, ...], message: str, random_llama: Path) -> None:
     skip_unless_served(flags)
     done = subprocess.run(
-        command(random_llama, "--sparse-decode", "--page-size", "32", *flags, port=free_port()),
+        command(random_llama, "--sparse-decode", "--page-size", "32", *flags),
         capture_output=True,
         text=True,
         env=environment(),

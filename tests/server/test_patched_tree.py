@@ -80,7 +80,7 @@ def test_tokens_are_those_of_the_plugin(start_server: Any, random_llama: Path, p
 
 
 def test_without_patches_nothing_has_the_flags_but_the_plugin(random_llama: Path) -> None:
-    line = harness.command(random_llama, "--sparse-decode", port=harness.free_port())
+    line = harness.command(random_llama, "--sparse-decode")
     environment = harness.environment(SGLANG_PLUGINS="none")
     result = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2

@@ -179,11 +179,8 @@ def refused(capsys: Capture, *arguments: str) -> str:
     return captured.err
 
 
-def test_no_server(capsys: Capture) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert "no server answers at" in refused(capsys, "--url", f"127.0.0.1:{port}")
+def test_no_server(capsys: Capture, free_port: int) -> None:
+    assert "no server answers at" in refused(capsys, "--url", f"127.0.0.1:{free_port}")
 
 
 def test_a_dense_server(capsys: Capture) -> None:
