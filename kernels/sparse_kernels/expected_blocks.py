@@ -72,7 +72,7 @@ def expected_blocks_reference(
     slot_map: torch.Tensor,
     *,
     budget: torch.Tensor,
-    part: tuple[int, int] = (1, 1),
+    part: tuple[int, int, int] = (0, 1, 1),
     page_size: int,
     block_size: int,
     min_context: int,
@@ -95,7 +95,8 @@ def expected_blocks_reference(
     bins = torch.where(absent & (shares > 0), bins, 0)
     best = bins.flatten().sort(descending=True, stable=True)
     chosen = torch.zeros_like(best.values, dtype=torch.bool)
-    own = int(budget) * part[0] // part[1]
+    start, stop, of = part
+    own = int(budget) * stop // of - int(budget) * start // of
     chosen[best.indices[:own]] = best.values[:own] > 0
     request, head, block = chosen.view_as(bins).nonzero(as_tuple=True)
     place = chosen.view_as(bins).cumsum(-1)[request, head, block] - 1
@@ -178,7 +179,7 @@ def _bin_kernel(
     tl.atomic_add(counts + number, own, mask=own > 0)
 
 
-@triton.jit(do_not_specialize=["numerator", "denominator"])
+@triton.jit(do_not_specialize=["part_start", "part_stop", "part_of"])
 def _list_kernel(
     bins,
     row_counts,
@@ -191,8 +192,9 @@ def _list_kernel(
     lists_stride_b,
     lists_stride_h,
     budgets,
-    numerator,
-    denominator,
+    part_start,
+    part_stop,
+    part_of,
     BINS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -202,7 +204,8 @@ def _list_kernel(
     h = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     number = tl.arange(0, BINS)
-    budget = (tl.load(budgets).to(tl.int64) * numerator // denominator).to(tl.int32)
+    whole = tl.load(budgets).to(tl.int64)
+    budget = (whole * part_stop // part_of - whole * part_start // part_of).to(tl.int32)
     each = tl.load(counts + number)
     # The bin at which the budget is reached; 0, which is nobody's, if it is not.
     edge = tl.max(tl.where(tl.cumsum(each, 0, reverse=True) >= budget, number, 0), 0)
@@ -232,7 +235,7 @@ def _expected_blocks_triton(
     slot_map: torch.Tensor,
     *,
     budget: torch.Tensor,
-    part: tuple[int, int] = (1, 1),
+    part: tuple[int, int, int] = (0, 1, 1),
     page_size: int,
     block_size: int,
     min_context: int,
@@ -294,7 +297,7 @@ def expected_blocks(
     slot_map: torch.Tensor,
     *,
     budget: torch.Tensor,
-    part: tuple[int, int] = (1, 1),
+    part: tuple[int, int, int] = (0, 1, 1),
     page_size: int,
     block_size: int,
     min_context: int,
@@ -319,7 +322,8 @@ def expected_blocks(
         seq_lens: `[>=B]` int32, in tokens; 0 for padded rows.
         slot_map: `[Hkv, pool blocks]` int32, see `SlotMaps`: negative for a block that is in no slot.
         budget: `[1]` int32, blocks; with 0 nothing is listed.
-        part: numerator and denominator of the share of the budget that these rows have, rounded down.
+        part: `(start, stop, of)`: these are requests `start` to `stop` of so many that share the budget, and get what
+            lies between `start / of` and `stop / of` of it: parts add up to the budget.
         page_size, block_size: tokens.
         workspace: for at least B requests of N blocks; overwritten.
         block_lists: `[>=B, Hkv, N]` int32, output: ascending block numbers.
@@ -332,8 +336,8 @@ def expected_blocks(
     check_sizes(page_size, block_size)
     check_shape("budget", budget, 1)
     check_dtype("budget", budget, torch.int32)
-    if not 0 <= part[0] <= part[1]:
-        raise ValueError(f"part is {part}; needed: a numerator of at least 0 and no larger denominator")
+    if not 0 <= part[0] <= part[1] <= part[2] or part[2] == 0:
+        raise ValueError(f"part is {part}; needed: start and stop of requests, and how many there are")
     check_shape("log_mass", log_mass, None, None, None, None)
     check_dtype("log_mass", log_mass, torch.float32)
     check_inner_contiguous("log_mass", log_mass)

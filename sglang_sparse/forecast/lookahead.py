@@ -113,7 +113,8 @@ class Lookahead:
         if not self._batch:
             return
         decode = self._decode
-        decode.offload.streams.operation("budget", reads=["forecast totals"], writes=["budgets"])
+        missed = [("maps", layer) for layer in range(decode.layers)]
+        decode.offload.streams.operation("budget", reads=["forecast totals", *missed], writes=["budgets"])
         prefetch_budget(
             decode.buffers.seq_lens,
             decode.cache.totals,
@@ -190,7 +191,7 @@ class Lookahead:
             seq_lens,
             cache.maps[layer].slot_map,
             budget=self.budgets[layer : layer + 1],
-            part=(rows, self._batch),
+            part=(turn.start, turn.stop, self._batch),
             page_size=g.page_size,
             block_size=g.block_size,
             min_context=min_context,

@@ -48,7 +48,7 @@ class Rows:
                         found[b, h, j] = share[j]
         return found
 
-    def choose(self, budget, impl, min_context=40, workspace=None, part=(1, 1)):
+    def choose(self, budget, impl, min_context=40, workspace=None, part=(0, 1, 1)):
         """Chosen blocks `[B, Hkv, N]` bool; checks the lists."""
         batch, kv_heads = self.mass.shape[:2]
         workspace = workspace or ExpectedWorkspace.create(batch + 1, kv_heads, self.capacity, DEVICE)
@@ -112,11 +112,18 @@ def test_equal_shares_are_taken_in_order(impl):
 
 
 @over_impls
-def test_no_budget_lists_nothing_and_rows_have_a_part_of_it(impl):
+def test_no_budget_lists_nothing(impl):
+    assert not Rows(LENGTHS, seed=8).choose(0, impl).any()
+
+
+@over_impls
+def test_parts_of_the_requests_share_the_budget_and_use_all_of_it(impl):
     rows = Rows(LENGTHS, seed=8)
-    assert not rows.choose(0, impl).any()
-    assert torch.equal(rows.choose(35, impl, part=(2, 7)), rows.choose(10, impl))
-    assert not rows.choose(3, impl, part=(1, 4)).any()
+    assert torch.equal(rows.choose(35, impl, part=(2, 4, 7)), rows.choose(10, impl))
+    for budget, parts in ((3, 4), (1, 3), (17, 5)):
+        listed = [int(rows.choose(budget, impl, part=(i, i + 1, parts)).sum()) for i in range(parts)]
+        assert sum(listed) == budget
+        assert max(listed) - min(listed) <= 1
 
 
 @over_impls
@@ -160,7 +167,9 @@ def test_workspace_bytes_are_what_is_allocated():
     ("change", "message"),
     [
         ({"budget": torch.ones(2, dtype=torch.int32)}, r"budget has shape .*; needed: \[1\]"),
-        ({"part": (3, 2)}, r"part is \(3, 2\); needed"),
+        ({"part": (0, 3, 2)}, r"part is \(0, 3, 2\); needed"),
+        ({"part": (2, 1, 2)}, r"part is \(2, 1, 2\); needed"),
+        ({"part": (0, 0, 0)}, r"part is \(0, 0, 0\); needed"),
         ({"log_mass": torch.zeros(1, 2, 17, 8)}, "log_mass has 17 vectors for each KV head; needed: 1 to 16"),
         ({"slot_map": torch.zeros(1, 8, dtype=torch.int32)}, r"slot_map has shape .*; needed: \[2, \*\]"),
     ],
