@@ -35,6 +35,7 @@ def run(suite: Suite) -> Iterator[Measurement]:
             most=1024,
             bytes_per_microsecond=38_000,
             block_bytes=8192,
+            page_size=suite.page_size,
             **outputs,
         )
         call()

@@ -85,11 +85,12 @@ def expected_blocks_reference(
     per_page = page_size // block_size
     lengths = seq_lens[:batch].long()
     index = torch.arange(capacity, device=log_mass.device)
-    inside = index < ((lengths - 1).clamp(min=0) // page_size * per_page)[:, None]
+    inside = index < (lengths // page_size * per_page)[:, None]
+    seen = index < ((lengths + block_size - 1) // block_size)[:, None]
     pages = page_table[:batch].long().repeat_interleave(per_page, 1)[:, :capacity]
     blocks = torch.where(inside, pages * per_page + index % per_page, 0)
     absent = (slot_map[:, blocks] < 0).transpose(0, 1) & inside[:, None]
-    shares = log_mass.masked_fill(~inside[:, None, None], float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
+    shares = log_mass.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
     shares = torch.where((lengths < min_context)[:, None, None], 1.0, shares)
     bins = ((shares.contiguous().view(torch.int32) >> _SHIFT) - _FIRST).clamp(1, BINS - 1)
     bins = torch.where(absent & (shares > 0), bins, 0)
@@ -143,14 +144,15 @@ def _bin_kernel(
     h = tl.program_id(1).to(tl.int64)
     PER_PAGE: tl.constexpr = PAGE // BLOCK
     length = tl.load(seq_lens + b)
-    end = tl.maximum(length - 1, 0) // PAGE * PER_PAGE
+    end = length // PAGE * PER_PAGE
     short = length < min_context
+    seen = tl.where(short, 0, tl.cdiv(length, BLOCK))
     scored = tl.where(short, 0, end)
     row = log_mass + b * mass_stride_b + h * mass_stride_h
     highest = tl.full((VECTORS,), float("-inf"), tl.float32)
     total = tl.zeros((VECTORS,), tl.float32)
-    for start in range(0, scored, CHUNK):
-        masses = _load_masses(row, mass_stride_r, start + tl.arange(0, CHUNK), scored, R, VECTORS)
+    for start in range(0, seen, CHUNK):
+        masses = _load_masses(row, mass_stride_r, start + tl.arange(0, CHUNK), seen, R, VECTORS)
         above = tl.maximum(highest, tl.max(masses, 1))
         shift = tl.where(tl.abs(above) == float("inf"), 0.0, above)
         total = total * tl.exp(highest - shift) + tl.sum(tl.exp(masses - shift[:, None]), 1)
@@ -213,7 +215,7 @@ def _list_kernel(
     for start in range(0, row, BINS):
         others = start + number
         left -= tl.sum(tl.load(row_counts + others.to(tl.int64) * BINS + edge, mask=others < row, other=0), 0)
-    end = tl.maximum(tl.load(seq_lens + b) - 1, 0) // PAGE * (PAGE // BLOCK)
+    end = tl.load(seq_lens + b) // PAGE * (PAGE // BLOCK)
     count = tl.zeros((), tl.int32)
     seen = tl.zeros((), tl.int32)
     for start in range(0, end, CHUNK):
@@ -309,17 +311,18 @@ def expected_blocks(
     """Lists the blocks that are expected to have the largest share of their row's attention, over all rows as many as
     the budget says.
 
-    A block's share is the mean over the R vectors of its KV head of `softmax(log_mass)`; a vector with a mass that is
-    NaN or +inf counts as 0. Candidates are blocks of pages before the one of the request's last token that are in no
-    slot and whose share is above 0. All blocks of rows below `min_context`, which read everything, have a share of 1.
-    Shares that differ by less than a 16th may count as equal, and so do all below 2**-32; of equal ones the first row's
-    first blocks are taken.
+    A block's share is the mean over the R vectors of its KV head of `softmax(log_mass)`, over all blocks of the row; a
+    vector with a mass that is NaN or +inf counts as 0. Candidates are blocks of full pages that are in no slot and
+    whose share is above 0. All blocks of rows below `min_context`, which read everything, have a share of 1. Shares
+    that differ by less than a 16th may count as equal, and so do all below 2**-32; of equal ones the first row's first
+    blocks are taken.
 
     Args:
-        log_mass: `[B, Hkv, R, N]` fp32; entries of other than candidates' pages are not read, nor are rows below
-            `min_context`. R from 1 to 16.
+        log_mass: `[B, Hkv, R, N]` fp32; entries of other than a row's `ceil(seq_len / block_size)` blocks are not
+            read, nor are rows below `min_context`. R from 1 to 16.
         page_table: `[>=B, max_pages]` int32, physical pages.
-        seq_lens: `[>=B]` int32, in tokens; 0 for padded rows.
+        seq_lens: `[>=B]` int32, tokens whose keys are there, so without the one that a step is about to add; 0 for
+            padded rows.
         slot_map: `[Hkv, pool blocks]` int32, see `SlotMaps`: negative for a block that is in no slot.
         budget: `[1]` int32, blocks; with 0 nothing is listed.
         part: `(start, stop, of)`: these are requests `start` to `stop` of so many that share the budget, and get what

@@ -41,6 +41,7 @@ def _prefetch_budget_kernel(
     MISSES: tl.constexpr,
     COLUMNS: tl.constexpr,
     CLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     layer = tl.program_id(0).to(tl.int64)
@@ -80,7 +81,9 @@ def _prefetch_budget_kernel(
     for start in range(0, batch, CHUNK):
         index = start + tl.arange(0, CHUNK)
         length = tl.load(seq_lens + index, mask=index < batch, other=0)
-        tl.store(lengths + layer * lengths_stride + index, tl.where(budget > 0, length, 0), mask=index < batch)
+        before = tl.where(length % PAGE == 0, length - PAGE, length - 1)
+        before = tl.where((budget > 0) & (length > 0), before, 0)
+        tl.store(lengths + layer * lengths_stride + index, before, mask=index < batch)
 
 
 def prefetch_state(layers: int, most: int, device: torch.device | str) -> torch.Tensor:
@@ -101,6 +104,7 @@ def prefetch_budget(
     most: int,
     bytes_per_microsecond: int,
     block_bytes: int,
+    page_size: int,
     budgets: torch.Tensor,
     lengths: torch.Tensor,
     impl: str = "auto",
@@ -121,8 +125,11 @@ def prefetch_budget(
         most: blocks, whatever is lacked.
         bytes_per_microsecond: that copies bring.
         block_bytes: of one copy.
+        page_size: tokens.
         budgets: `[layers]` int32, output.
-        lengths: `[layers, B]` int32, output: `seq_lens` for layers with a budget, else 0.
+        lengths: `[layers, B]` int32, output: for layers with a budget the tokens of each request that can be scored,
+            else 0: those before the step's own, without the page that it fills, if it does: that is no open page any
+            more, and not in its place yet.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -142,15 +149,11 @@ def prefetch_budget(
         check_dtype(name, tensor, dtype)
         check_contiguous(name, tensor)
     check_dtype("lengths", lengths, torch.int32)
-    for name, value in (("block_bytes", block_bytes), ("bytes_per_microsecond", bytes_per_microsecond), ("most", most)):
+    positive = {"most": most, "bytes_per_microsecond": bytes_per_microsecond, "block_bytes": block_bytes}
+    for name, value in (positive | {"page_size": page_size}).items():
         if value < 1:
             raise ValueError(f"{name} is {value}; needed: at least 1")
-    sizes = {
-        "least": least,
-        "most": most,
-        "bytes_per_microsecond": bytes_per_microsecond,
-        "block_bytes": block_bytes,
-    }
+    sizes = {"least": least, **positive}
     if not use_triton(impl, lengths):
         return prefetch_budget_reference(
             seq_lens,
@@ -159,6 +162,7 @@ def prefetch_budget(
             clock=clock,
             state=state,
             **sizes,
+            page_size=page_size,
             budgets=budgets,
             lengths=lengths,
         )
@@ -177,6 +181,7 @@ def prefetch_budget(
         MISSES=_MISSES,
         COLUMNS=len(STATE),
         CLOCK=clock is not None,
+        PAGE=page_size,
         CHUNK=256,
         num_warps=1,
     )
@@ -193,6 +198,7 @@ def prefetch_budget_reference(
     most: int,
     bytes_per_microsecond: int,
     block_bytes: int,
+    page_size: int,
     budgets: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
@@ -211,4 +217,6 @@ def prefetch_budget_reference(
     learned = torch.cat([torch.stack([misses, used, lacked], 1), timed, window[:, None]], 1)
     state.copy_(torch.where(real, learned, state))
     budgets.copy_(budget)
-    lengths.copy_(torch.where(budget[:, None] > 0, seq_lens[None, : lengths.shape[1]], 0))
+    own = seq_lens[: lengths.shape[1]]
+    before = torch.where(own % page_size == 0, own - page_size, own - 1).clamp(min=0)
+    lengths.copy_(torch.where(budget[:, None] > 0, before, 0))

@@ -10,7 +10,7 @@ import torch
 
 from .model_parts import ModelParts
 from .protocol import Forecast
-from .ranking import Masses, mean_shares
+from .ranking import Masses, mean_shares, open_mass
 from .recording import Steps
 
 ORACLE, NONE, PREVIOUS, TRUE = "oracle", "none", "previous step", "true query"
@@ -76,7 +76,9 @@ def _shares(
     queries = own.rotary(queries, steps.positions)
 
     def ranked(vectors: torch.Tensor) -> torch.Tensor:
-        return mean_shares(masses(vectors, steps.keys[layer], scale), steps.candidates)
+        keys, candidates = steps.keys[layer], steps.candidates
+        others = open_mass(vectors, keys, candidates, steps.positions, scale)
+        return mean_shares(masses(vectors, keys, scale), candidates, others)
 
     yield PREVIOUS, ranked(torch.cat((queries[:1], queries[:-1])))
     for name, forecast in forecasts.items():

@@ -125,6 +125,7 @@ class Lookahead:
             most=self._most,
             bytes_per_microsecond=LINK,
             block_bytes=decode.missed_block_bytes,
+            page_size=self._geometry.page_size,
             budgets=self.budgets,
             lengths=self._lengths[:, : self._batch],
         )
@@ -170,10 +171,11 @@ class Lookahead:
 
     def _score_turn(self, layer: int, turn: slice) -> None:
         b, g, cache = self._decode.buffers, self._geometry, self._decode.cache
-        # Of rows that count as padded nothing is scored: of all, if the layer has no budget.
+        # Of what can be scored before the layer has stored the step's own key. Of rows that count as padded nothing is:
+        # of all, if the layer has no budget.
         page_table, seq_lens = b.page_table[turn], self._lengths[layer, turn]
         rows, min_context = turn.stop - turn.start, self._decode.options.min_context
-        vectors = self.forecast.vectors(layer, self._inputs[(layer - 1) % 2, turn], (seq_lens - 1).long())
+        vectors = self.forecast.vectors(layer, self._inputs[(layer - 1) % 2, turn], (b.seq_lens[turn] - 1).long())
         log_mass = self._log_mass[:rows]
         self._estimator.block_mass(
             vectors.flatten(1, 2).to(g.dtype),

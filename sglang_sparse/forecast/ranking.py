@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,23 +11,23 @@ from sparse_kernels.block_score_strided import STRIDE
 from sparse_kernels.thumbnail import unpack_codes
 
 Masses = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""(vectors `[T, Hkv, R, D]`, keys `[N * block, Hkv, D]`, scale) to log masses `[T, Hkv, R, N]` up to a constant."""
+"""(vectors `[T, Hkv, R, D]`, keys `[N * block, Hkv, D]`, scale) to log masses `[T, Hkv, R, N]` of blocks."""
 
 
 def by_block_mean(block: int) -> Masses:
     """Products with the mean key of each block."""
-    return _by_mean(block, 1)
+    return _by_mean(block, 1, block)
 
 
 def by_page_mean(page: int, block: int) -> Masses:
     """Products with the mean key of each page: its blocks are alike."""
-    return _by_mean(page, page // block)
+    return _by_mean(page, page // block, block)
 
 
-def _by_mean(tokens: int, blocks: int) -> Masses:
+def _by_mean(tokens: int, blocks: int, block: int) -> Masses:
     def masses(vectors: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
         means = keys.float().unflatten(0, (-1, tokens)).mean(1).repeat_interleave(blocks, 0)
-        return torch.einsum("thrd,nhd->thrn", vectors, means) * scale
+        return torch.einsum("thrd,nhd->thrn", vectors, means) * scale + math.log(block)
 
     return masses
 
@@ -39,7 +40,8 @@ def by_window_mean(page: int, block: int) -> Masses:
         means = keys.float().unflatten(0, (-1, STRIDE)).mean(1)
         scores = torch.einsum("thrd,nhd->thrn", vectors, means) * scale
         windows = torch.nn.functional.pad((scores[..., :-1] + scores[..., 1:]) / 2, (1, 1), value=float("-inf"))
-        return windows.unfold(-1, page // STRIDE + 1, page // STRIDE).amax(-1).repeat_interleave(page // block, -1)
+        highest = windows.unfold(-1, page // STRIDE + 1, page // STRIDE).amax(-1) + math.log(block)
+        return highest.repeat_interleave(page // block, -1)
 
     return masses
 
@@ -50,7 +52,7 @@ def by_page_midpoint(page: int, block: int) -> Masses:
     def masses(vectors: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
         low, high = keys.float().unflatten(0, (-1, page)).aminmax(dim=1)
         middle = ((low + high) / 2).repeat_interleave(page // block, 0)
-        return torch.einsum("thrd,nhd->thrn", vectors, middle) * scale
+        return torch.einsum("thrd,nhd->thrn", vectors, middle) * scale + math.log(block)
 
     return masses
 
@@ -74,11 +76,33 @@ def by_thumbnail(bits: int, page: int, block: int) -> Masses:
     return masses
 
 
-def mean_shares(masses: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+def open_mass(
+    vectors: torch.Tensor, keys: torch.Tensor, candidates: torch.Tensor, positions: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Log masses of the tokens between the candidates and each step's own: `[T, Hkv, R, 1]`; -inf if there are none.
+
+    A server has their keys as they are. The step's own is not there yet.
+
+    Args:
+        vectors, keys, scale: as for `Masses`.
+        candidates: `[T, N]` bool, the blocks of full pages.
+        positions: `[T]`, of each step's own token.
+    """
+    full = candidates.sum(-1) * (len(keys) // candidates.shape[1])
+    first = int(full.min())
+    tokens = torch.arange(first, len(keys), device=keys.device)
+    seen = (tokens >= full[:, None]) & (tokens < positions[:, None])
+    scores = torch.einsum("thrd,nhd->thrn", vectors, keys[first:].float()) * scale
+    return scores.masked_fill(~seen[:, None, None], float("-inf")).logsumexp(-1, keepdim=True)
+
+
+def mean_shares(masses: torch.Tensor, candidates: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Expected share of the attention in each block, mean over R vectors: `[T, Hkv, N]`; 0 for other blocks.
 
     Args:
         masses: `[T, Hkv, R, N]`.
         candidates: `[T, N]` bool.
+        others: `[T, Hkv, R, 1]`, of what else attention goes to.
     """
-    return masses.masked_fill(~candidates[:, None, None], float("-inf")).softmax(-1).mean(2)
+    masses = masses.masked_fill(~candidates[:, None, None], float("-inf"))
+    return torch.cat((masses, others), -1).softmax(-1)[..., :-1].mean(2)

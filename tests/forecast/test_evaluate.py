@@ -24,6 +24,7 @@ from sglang_sparse.forecast.ranking import (
     by_thumbnail,
     by_window_mean,
     mean_shares,
+    open_mass,
 )
 from sglang_sparse.forecast.recording import Steps
 
@@ -63,7 +64,8 @@ def test_counts_are_those_of_plain_counting() -> None:
         resident = resident_before(kept, round(kept.sum(-1).double().mean().item()))
         vectors = forecast.vectors(layer, steps.inputs[layer - 1], steps.positions)
         masses = by_block_mean(BLOCK)(vectors, steps.keys[layer], HEAD_DIM**-0.5)
-        shares = mean_shares(masses, steps.candidates)
+        others = open_mass(vectors, steps.keys[layer], steps.candidates, steps.positions, HEAD_DIM**-0.5)
+        shares = mean_shares(masses, steps.candidates, others)
         new = found = named = wanted = 0
         for t in range(warm_up, T):
             missing = {(h, j) for h, j in (kept[t] & ~resident[t]).nonzero().tolist()}
@@ -97,17 +99,35 @@ def test_summaries_differ_in_what_they_tell_apart() -> None:
     keys = torch.randn((64, 2, 64), generator=generator)
     exact = torch.einsum("thrd,nhd->thrn", vectors, keys).unflatten(-1, (-1, 4)).logsumexp(-1)
     torch.testing.assert_close(by_thumbnail(4, 16, 4)(vectors, keys, 1.0), exact, rtol=0, atol=0.5)
-    means = torch.einsum("thrd,nhd->thrn", vectors, keys.unflatten(0, (-1, 4)).mean(1)) * 0.5
+    means = torch.einsum("thrd,nhd->thrn", vectors, keys.unflatten(0, (-1, 4)).mean(1)) * 0.5 + math.log(4)
     torch.testing.assert_close(by_block_mean(4)(vectors, keys, 0.5), means)
     for by_page in (by_page_mean(16, 4), by_page_midpoint(16, 4)):
         by_four = by_page(vectors, keys, 1.0).unflatten(-1, (-1, 4))
         assert torch.equal(by_four, by_four[..., :1].expand_as(by_four))
-    of_page = torch.einsum("thrd,nhd->thrn", vectors, keys.unflatten(0, (-1, 16)).mean(1))
+    of_page = torch.einsum("thrd,nhd->thrn", vectors, keys.unflatten(0, (-1, 16)).mean(1)) + math.log(4)
     torch.testing.assert_close(by_page_mean(16, 4)(vectors, keys, 1.0)[..., ::4], of_page)
     # The windows that begin at 0, 16 and 32; two overlap each page of 32.
     of_window = [torch.einsum("thrd,hd->thr", vectors, keys[n : n + 32].mean(0)) for n in (0, 16, 32)]
     pages = torch.stack((torch.maximum(*of_window[:2]), torch.maximum(*of_window[1:])), -1)
-    torch.testing.assert_close(by_window_mean(32, 16)(vectors, keys, 1.0), pages.repeat_interleave(2, -1))
+    expected = pages.repeat_interleave(2, -1) + math.log(16)
+    torch.testing.assert_close(by_window_mean(32, 16)(vectors, keys, 1.0), expected)
+
+
+def test_shares_are_of_all_tokens_before_the_step() -> None:
+    """Blocks of four in full pages of eight, and the tokens of the open page one by one."""
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn((3, 2, 2, 16), generator=generator)
+    keys = torch.randn((24, 2, 16), generator=generator)
+    positions = torch.tensor([15, 16, 19])
+    candidates = torch.arange(6) < (positions // 8 * 2)[:, None]
+    scores = torch.einsum("thrd,nhd->thrn", vectors, keys)
+    masses = scores.unflatten(-1, (-1, 4)).logsumexp(-1)
+    shares = mean_shares(masses, candidates, open_mass(vectors, keys, candidates, positions, 1.0))
+    for t, position in enumerate(positions.tolist()):
+        full = position // 8 * 2
+        expected = scores[t, ..., :position].softmax(-1)[..., : full * 4].unflatten(-1, (-1, 4)).sum(-1).mean(1)
+        torch.testing.assert_close(shares[t, :, :full], expected)
+        assert not shares[t, :, full:].any()
 
 
 QUICK = ("--context", "512", "--tokens", "8", "--gamma", "0.9")

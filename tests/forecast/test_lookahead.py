@@ -169,7 +169,7 @@ def test_what_is_certain_is_prefetched_and_counted() -> None:
 
 
 def test_the_budget_goes_to_the_most_probable_blocks() -> None:
-    """Those of the largest products with the block means, among blocks in no slot and in full pages."""
+    """Those of the largest shares, of all tokens whose keys are there, among blocks in no slot and in full pages."""
     pair = Ahead(Noise(1), 200, budget=5, estimator="mean", block_size=16)
     lookahead = pair.lookahead
     pair.step([0, 3])
@@ -178,14 +178,20 @@ def test_the_budget_goes_to_the_most_probable_blocks() -> None:
     pair.offloaded.load(pair.table, torch.tensor([1, 0, 0, 0]), lengths, torch.ones(4, dtype=torch.int32), place)
     lookahead.note(0, torch.zeros(4, HIDDEN))
     lookahead.plan()
+    size, before = GEOMETRY.page_size, pair.lengths[0] - 1
+    # The step's own key is not there yet: in its place is what a page left that was open before.
+    pair.offloaded.cache.open_k[1][size + before % size] = float("nan")
     seed = lookahead.forecast.generator.get_state()  # type: ignore[attr-defined]
     lookahead.score(0)
     lookahead.forecast.generator.set_state(seed)  # type: ignore[attr-defined]
     (vectors,) = lookahead.forecast.vectors(1, torch.zeros(4, HIDDEN), torch.zeros(4))[:1]
-    full = (pair.lengths[0] - 1) // GEOMETRY.page_size
-    keys = pair.k[1].unflatten(0, (-1, GEOMETRY.page_size))[pair.pages_of[0][:full]].flatten(0, 1)
-    means = keys.unflatten(0, (-1, 16)).mean(1)
-    shares = (torch.einsum("hrd,nhd->hn", vectors, means) * SCALE).softmax(-1)
+    full, opened = divmod(before, size)
+    pages = pair.k[1].unflatten(0, (-1, size))[pair.pages_of[0][: full + 1]]
+    means = pages[:full].flatten(0, 1).unflatten(0, (-1, 16)).mean(1)
+    closed = torch.einsum("hrd,nhd->hn", vectors, means) * SCALE + math.log(16)
+    tokens = torch.einsum("hrd,nhd->hn", vectors, pages[full, :opened]) * SCALE
+    assert opened > 0
+    shares = torch.cat([closed, tokens.logsumexp(-1, keepdim=True)], 1).softmax(-1)[:, :-1]
     slots = pair.offloaded.cache.maps[1].slot_map
     numbers = (pair.pages_of[0][:full, None] * GEOMETRY.blocks_per_page + torch.arange(2)).flatten()
     shares[slots[:, numbers] >= 0] = -1

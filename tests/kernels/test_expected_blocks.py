@@ -18,20 +18,21 @@ class Rows:
         columns = max(-(-n // page_size) for n in lengths) + 1
         self.capacity = columns * self.per_page
         used = [-(-n // page_size) for n in lengths]
+        self.seen = [-(-n // block_size) for n in lengths]
         order = torch.randperm(sum(used), generator=rng).int() + 1
         self.table = torch.full((len(lengths) + 1, columns), HUGE_PAGE, dtype=torch.int32)
         self.mass = torch.full((len(lengths), kv_heads, vectors, self.capacity), float("nan"))
         for b, pages in enumerate(used):
             self.table[b, :pages] = order[sum(used[:b]) : sum(used[: b + 1])]
-            blocks = self.blocks(b)
+            blocks = self.seen[b]
             self.mass[b, :, :, :blocks] = 3 * torch.randn(kv_heads, vectors, blocks, generator=rng)
         pool = (sum(used) + 1) * self.per_page
         absent = torch.rand(kv_heads, pool, generator=rng) >= resident
         self.slots = torch.where(absent, -1 - (torch.rand(kv_heads, pool, generator=rng) < 0.3).int(), 7).int()
 
     def blocks(self, b: int) -> int:
-        """Blocks of the pages before the last token's."""
-        return max(self.lengths[b] - 1, 0) // self.page_size * self.per_page
+        """Blocks of full pages."""
+        return self.lengths[b] // self.page_size * self.per_page
 
     def shares(self, min_context: int) -> torch.Tensor:
         """`[B, Hkv, N]` float64: of candidates; -1 for other blocks."""
@@ -39,7 +40,7 @@ class Rows:
         for b, length in enumerate(self.lengths):
             for h in range(self.mass.shape[1]):
                 n = self.blocks(b)
-                share = self.mass[b, h, :, :n].double().softmax(-1).nan_to_num(0).mean(0)
+                share = self.mass[b, h, :, : self.seen[b]].double().softmax(-1).nan_to_num(0).mean(0)
                 if length < min_context:
                     share = torch.ones(n, dtype=torch.float64)
                 for j in range(n):
@@ -124,6 +125,16 @@ def test_parts_of_the_requests_share_the_budget_and_use_all_of_it(impl):
         listed = [int(rows.choose(budget, impl, part=(i, i + 1, parts)).sum()) for i in range(parts)]
         assert sum(listed) == budget
         assert max(listed) - min(listed) <= 1
+
+
+@over_impls
+def test_what_the_open_page_takes_is_not_there_for_others(impl):
+    """A row whose last tokens take nearly all of its attention has nothing that another would not need more."""
+    rows = Rows([300, 320], seed=9, resident=0)
+    rows.mass[0, :, :, rows.blocks(0)] += 40
+    chosen = rows.choose(2 * rows.blocks(1), impl)
+    assert not chosen[0].any()
+    assert chosen[1].sum() == 2 * rows.blocks(1)
 
 
 @over_impls

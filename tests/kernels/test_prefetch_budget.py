@@ -11,7 +11,12 @@ from factories import DEVICE
 from sparse_kernels import prefetch_budget, prefetch_state, stopwatch_state
 
 IMPLS = ["torch", "triton"]
-RATE, BLOCK = 40_000, 8_192
+RATE, BLOCK, PAGE = 40_000, 8_192, 32
+
+
+def scored(length: int) -> int:
+    """Tokens of a request that a forecast can rank blocks by."""
+    return max(length - (PAGE if length % PAGE == 0 else 1), 0)
 
 
 class Layers:
@@ -46,12 +51,13 @@ class Layers:
             most=self.most,
             bytes_per_microsecond=RATE,
             block_bytes=BLOCK,
+            page_size=PAGE,
             budgets=self.budgets,
             lengths=out[:-1, : len(lengths)],
             impl=self.impl,
         )
         made = self.budgets.tolist()
-        assert out[:-1, : len(lengths)].tolist() == [lengths if budget else [0] * len(lengths) for budget in made]
+        assert out[:-1, : len(lengths)].tolist() == [[scored(n) if budget else 0 for n in lengths] for budget in made]
         assert (out[-1] == -7).all()
         assert (out[:, len(lengths) :] == -7).all()
         return made
@@ -105,7 +111,7 @@ def test_kernel_equals_reference() -> None:
     timed = [Layers(5, impl, first=50, least=3, most=60, timed=True) for impl in IMPLS]
     plain = [Layers(5, impl, first=50, least=3, most=60) for impl in IMPLS]
     for _ in range(60):
-        lengths = [draw.choice((0, 5, 100_000)) for _ in range(draw.choice((1, 4, 300)))]
+        lengths = [draw.choice((0, 1, 5, PAGE, PAGE + 1, 100_000)) for _ in range(draw.choice((1, 4, 300)))]
         added: Any = [[draw.choice((0, 0, 1, 7, 40)) for _ in range(5)] for _ in range(2)]
         elapsed = draw.choice((0, draw.randrange(1000, 20_000)))
         for pair in (timed, plain):
@@ -118,6 +124,7 @@ def test_kernel_equals_reference() -> None:
     ("change", "message"),
     [
         ({"most": 0}, "most is 0; needed: at least 1"),
+        ({"page_size": 0}, "page_size is 0; needed: at least 1"),
         ({"state": torch.zeros(2, 5, dtype=torch.int64)}, r"state has shape .*; needed: \[2, 6\]"),
         ({"clock": torch.zeros(4, dtype=torch.int64)}, r"clock has shape .*; needed: \[3\]"),
     ],
@@ -133,6 +140,7 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
         "most": 1,
         "bytes_per_microsecond": 1,
         "block_bytes": 1,
+        "page_size": 1,
         "budgets": torch.zeros(2, dtype=torch.int32),
         "lengths": torch.zeros(2, 1, dtype=torch.int32),
     }
