@@ -33,11 +33,19 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="file of heads to write (.safetensors)")
     add("--plot", type=Path, help="PNG of loss and recall (default: beside --out)")
     add("--length", type=int, default=16384, help="tokens of a sequence that texts are packed into (default: 16384)")
-    add("--steps", type=int, default=500, help="steps of the optimiser (default: %(default)s)")
+    add(
+        "--start",
+        choices=("fit", "query"),
+        default="fit",
+        help="what training starts from: the least-squares fit to the next layer's queries, or that layer's own query "
+        "projection (default: %(default)s)",
+    )
+    add("--fit-sequences", type=int, default=16, help="sequences that are fitted to (default: %(default)s)")
+    add("--steps", type=int, default=500, help="steps of the optimiser; 0: none after the fit (default: %(default)s)")
     add("--batch", type=int, default=4, help="sequences a step, one after another (default: %(default)s)")
     add("--queries", type=int, default=256, help="queries drawn from a sequence (default: %(default)s)")
     add("--vectors", type=int, help="vectors for each KV head; must divide its query heads (default: all of them)")
-    add("--learning-rate", type=float, default=5e-4, help="(default: %(default)s)")
+    add("--learning-rate", type=float, help="(default: 1e-4 from a fit, else 5e-4)")
     add("--weight-decay", type=float, default=0.01, help="(default: %(default)s)")
     add("--clip", type=float, default=0.5, help="largest norm of a layer's gradient (default: %(default)s)")
     add("--top", type=float, default=0.25, help="share of the blocks that count one by one (default: %(default)s)")
@@ -60,14 +68,15 @@ def check(args: argparse.Namespace) -> None:
     """Raises before anything is read if a value is wrong or a file cannot be written."""
     from .training_data import MIN_TOKENS
 
-    least = {"length": MIN_TOKENS, "vectors": 1}
-    for name in ("length", "steps", "batch", "queries", "vectors", "block_size", "evaluate_every", "save_every"):
+    least = {"length": MIN_TOKENS, "steps": 0 if args.start == "fit" else 1}
+    counts = ("length", "fit_sequences", "steps", "batch", "queries", "vectors", "block_size")
+    for name in (*counts, "evaluate_every", "save_every"):
         value, low = getattr(args, name), least.get(name, 1)
         if value is not None and value < low:
             raise ForecastError(f"--{name.replace('_', '-')} is {value}: give a whole number of at least {low}")
     for name, high in (("learning_rate", 1e3), ("clip", 1e9), ("top", 1 + 1e-9), ("gamma", 1 + 1e-9)):
         value = getattr(args, name)
-        if not 0 < value < high:
+        if value is not None and not 0 < value < high:
             raise ForecastError(f"--{name.replace('_', '-')} is {value:g}: give a number above 0 and below {high:g}")
     if not 0 <= args.weight_decay < 1e3:
         raise ForecastError(f"--weight-decay is {args.weight_decay:g}: give 0 or more")
@@ -110,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
         queries=args.queries,
         vectors=args.vectors or config.num_attention_heads // config.num_key_value_heads,
-        learning_rate=args.learning_rate,
+        # From `query` SparDA's. A fit is near a minimum already: larger steps lead away from it first.
+        learning_rate=args.learning_rate or (1e-4 if args.start == "fit" else 5e-4),
         weight_decay=args.weight_decay,
         # SparDA's.
         betas=(0.9, 0.95),
@@ -124,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         data=fingerprint(sequences),
         dtype=args.dtype,
+        start=args.start,
+        fit_sequences=args.fit_sequences,
     )
     held_out = "the last one is held out" if len(sequences) > 1 else "recall is measured on it too"
     print(f"{len(sequences)} sequences of {sequences.shape[1]} tokens; {held_out}", file=sys.stderr)
@@ -159,10 +171,11 @@ def run(args: argparse.Namespace) -> int:
     checkpoint.unlink(missing_ok=True)
     losses, recalls = trainer.progress.losses, trainer.progress.recalls
     tail = max(1, len(losses) // 10)
-    print(
-        f"loss {sum(losses[:tail]) / tail:.4f} at first, {sum(losses[-tail:]) / tail:.4f} at last; recall "
-        f"{recalls[0][1]:.1%} before, {recalls[-1][1]:.1%} after; {args.out}"
-    )
+    loss = f"loss {sum(losses[:tail]) / tail:.4f} at first, {sum(losses[-tail:]) / tail:.4f} at last; "
+    found = [f"{recalls[0][1]:.1%} before", f"{recalls[-1][1]:.1%} after"]
+    if args.start == "fit":
+        found.insert(1, f"{recalls[1][1]:.1%} fitted")
+    print(f"{loss if losses else ''}recall {', '.join(found)}; {args.out}")
     return 0
 
 

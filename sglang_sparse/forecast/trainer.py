@@ -8,7 +8,7 @@ queries alone. So the loss of a layer is computed and differentiated while the m
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from sglang_sparse.calibrate.model import load_model
 from .distillation import block_log_masses, choosable, divergence, group_log_shares, recall
 from .errors import ForecastError
 from .heads_file import Heads
+from .least_squares import Sums, best_change
 from .model_parts import ModelParts, parts_of_transformers
 from .projections import next_query
 from .recording import watch_inputs
-from .training_state import Progress, Recipe, read_checkpoint, write_checkpoint
+from .training_state import FIT, Progress, Recipe, read_checkpoint, write_checkpoint
 
 QUERY_CHUNK = 32
 """Queries whose scores are held at once, with their gradients."""
+
+TOKEN_CHUNK = 4096
+"""Tokens whose inputs and queries are held at once in float64."""
 
 
 class Trainer:
@@ -114,8 +118,11 @@ class Trainer:
             if layer - 1 in inputs:
                 projection = projection.linearised(inputs[layer - 1])
             folded = projection.folded(self.parts.kv_heads * self.recipe.vectors)
-            bias = None if folded.bias is None else folded.bias.float().clone().requires_grad_()
-            heads[layer] = (folded.weight.float().clone().requires_grad_(), bias)
+            weight, bias = folded.weight.float().clone(), folded.bias
+            if bias is None and self.recipe.start == FIT:
+                bias = torch.zeros_like(weight[:, 0])
+            bias = None if bias is None else bias.float().clone().requires_grad_()
+            heads[layer] = (weight.requires_grad_(), bias)
         return heads
 
     def _vectors(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -152,6 +159,50 @@ class Trainer:
                     use(layer, true, shares(self._vectors(layer, x[chunk], places)), valid, len(places))
 
         return visit
+
+    @torch.no_grad()
+    def fit(self) -> None:
+        """Moves the heads to where the true queries of `recipe.fit_sequences` sequences are nearest, by least squares.
+
+        The first tokens, whose hidden states are like no others', do not count."""
+        count = len(self._sequences)
+        fitted, held_out = [*self._sequences[: self.recipe.fit_sequences]], [self._held_out]
+        if count == 1 and torch.equal(self._held_out, self._sequences[0]):
+            # There is no other: its second half says how far the first is to be believed.
+            fitted, held_out = [self._held_out[: len(self._held_out) // 2]], [self._held_out]
+        known = self._sums(fitted, first=self.recipe.sink)
+        others = self._sums(held_out, first=max(self.recipe.sink, len(fitted[0]) % len(held_out[0])))
+        for layer, (weight, bias) in self.heads.items():
+            change = best_change(known.pop(layer), others.pop(layer)).to(weight)
+            weight += change[:-1].T
+            if bias is not None:
+                bias += change[-1]
+
+    def _sums(self, sequences: Iterable[torch.Tensor], first: int) -> dict[int, Sums]:
+        """What the heads lack of the true queries, by layer, over all tokens from `first` on."""
+        sums: dict[int, Sums] = {}
+
+        def visit(layer: int, *_: Any) -> None:
+            before[layer] = self._seen.pop(layer)[0, first:]
+            x = before.pop(layer - 1, None)
+            if x is None or layer not in self._layers:
+                return
+            weight, bias = self.heads[layer]
+            for start in range(0, len(x), TOKEN_CHUNK):
+                chunk = slice(start, start + TOKEN_CHUNK)
+                true = self.parts.layers[layer].projection(before[layer][chunk])
+                true = true.unflatten(1, (self.parts.kv_heads * self.recipe.vectors, -1)).mean(2).flatten(1)
+                inputs = x[chunk].float()
+                found = Sums.of(inputs, true - torch.nn.functional.linear(inputs, weight, bias))
+                if layer in sums:
+                    sums[layer].add(found)
+                else:
+                    sums[layer] = found
+
+        for sequence in sequences:
+            before: dict[int, torch.Tensor] = {}
+            self._pass(sequence, visit)
+        return sums
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -220,6 +271,9 @@ class Trainer:
         progress, recipe = self.progress, self.recipe
         if not progress.recalls:
             self.evaluate()
+            if recipe.start == FIT:
+                self.fit()
+                self.evaluate()
         while progress.step < recipe.steps:
             loss = self.step()
             if progress.step % recipe.evaluate_every == 0 or progress.step == recipe.steps:

@@ -15,6 +15,9 @@ from .errors import ForecastError
 from .heads_file import Heads
 from .model_parts import Identity
 
+FIT, QUERY = "fit", "query"
+"""What training starts from: the least-squares fit to the next layer's queries, or that layer's own projection."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -38,6 +41,8 @@ class Recipe:
     data: str
     """Fingerprint of the sequences."""
     dtype: str
+    start: str = FIT
+    fit_sequences: int = 16
 
 
 @dataclass

@@ -14,11 +14,13 @@ import pytest
 import torch
 from random_model import write_random_model
 
+from sglang_sparse.calibrate.model import load_tokenizer
 from sglang_sparse.forecast import train
 from sglang_sparse.forecast.choice import make_forecast
 from sglang_sparse.forecast.distillation import block_log_masses, choosable, group_log_shares, recall
-from sglang_sparse.forecast.projections import folded_forecast
+from sglang_sparse.forecast.projections import ProjectedForecast, folded_forecast
 from sglang_sparse.forecast.trainer import Trainer
+from sglang_sparse.forecast.training_data import pack, read_texts
 from sglang_sparse.forecast.training_state import Recipe
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_forecast.py"
@@ -111,7 +113,7 @@ def test_a_checkpoint_of_another_run_is_refused(
         run(folder, data, out)
     capsys.readouterr()
     assert run(folder, data, out, "--learning-rate", "0.1") == 2
-    assert "is a checkpoint of another run, of learning_rate 0.0005 and not 0.1: remove it" in capsys.readouterr().err
+    assert "is a checkpoint of another run, of learning_rate 0.0001 and not 0.1: remove it" in capsys.readouterr().err
     (tmp_path / "heads.safetensors.checkpoint").write_bytes(b"nothing")
     assert run(folder, data, out) == 2
     assert "is no checkpoint of this command" in capsys.readouterr().err
@@ -183,6 +185,62 @@ def test_normed_heads_are_trained_from_a_linear_start(data: Path, tmp_path: Path
     assert not any(parameter.requires_grad for parameter in trainer.model.parameters())
 
 
+def missing(trainer: Trainer, sequence: torch.Tensor) -> dict[int, float]:
+    """What the heads lack of the mean true queries of their group, squared, by layer."""
+    with torch.no_grad():
+        sums = trainer._sums([sequence], first=16)
+    return {layer: each.squares.item() for layer, each in sums.items()}
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(("vectors", "sequences"), [(3, 4), (1, 4), (3, 1)])
+def test_the_fit_is_nearer_to_the_true_queries(
+    architecture: str, vectors: int, sequences: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text that it has not seen, too: also with one sequence, of which it sees half."""
+    monkeypatch.setattr("sglang_sparse.forecast.trainer.TOKEN_CHUNK", 100)
+    model = write_random_model(tmp_path, architecture=architecture, layers=3)
+    data = torch.randint(0, 200, (sequences + 1, 500), generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(model, data[:-1], recipe(vectors=vectors), device="cpu")
+    before = missing(trainer, data[-1])
+    trainer.fit()
+    after = missing(trainer, data[-1])
+    assert set(before) == {1, 2}
+    assert all(after[layer] < 0.98 * before[layer] for layer in before), (before, after)
+
+
+def test_what_is_missing_is_of_the_queries_that_attention_has(folder: Path) -> None:
+    """Their lengths are not changed by the rotation: with heads of zeros, all of them are missing."""
+    sequences = torch.randint(0, 200, (1, 300), generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(folder, sequences, recipe(), device="cpu")
+    found: dict[int, float] = {}
+
+    def note(layer: int, queries: torch.Tensor, *_: Any) -> None:
+        found[layer] = queries[16:].float().square().sum().item()
+
+    trainer._pass(sequences[0], note)
+    for pair in trainer.heads.values():
+        for tensor in pair:
+            if tensor is not None:
+                tensor.detach().zero_()
+    assert missing(trainer, sequences[0]) == pytest.approx({layer: found[layer] for layer in (1, 2)}, rel=1e-4)
+
+
+def test_without_steps_heads_are_those_of_the_fit(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "heads.safetensors"
+    assert run(folder, data, out, "--steps", "0") == 0
+    assert re.fullmatch(r"recall [\d.]+% before, [\d.]+% fitted, [\d.]+% after; .*\n", capsys.readouterr().out)
+    sequences = pack(read_texts(data), load_tokenizer(folder), length=320, path=data)
+    trainer = Trainer(folder, sequences, recipe(), device="cpu")
+    trainer.fit()
+    heads = make_forecast(str(out), trainer.parts, "")
+    assert isinstance(heads, ProjectedForecast)
+    for layer, (weight, _) in trainer.heads.items():
+        torch.testing.assert_close(heads.projections[layer].weight, weight.detach())
+
+
 @pytest.fixture
 def weightless(folder: Path, tmp_path: Path) -> Path:
     """A model whose weights cannot be loaded: whoever complains of something else has not tried."""
@@ -205,7 +263,9 @@ def weightless(folder: Path, tmp_path: Path) -> Path:
         ('{"text": "a"}\n{"texts": "b"}\n', (), 'line 2: give an object with a string "text"'),
         ('{"text": "a"}\n', ("--length", "99999"), "--length 99999 exceeds the model's 4096: lower it"),
         ('{"text": "a"}\n', ("--length", "5"), "--length is 5: give a whole number of at least 256"),
-        ('{"text": "a"}\n', ("--steps", "0"), "--steps is 0: give a whole number of at least 1"),
+        ('{"text": "a"}\n', ("--steps", "-1"), "--steps is -1: give a whole number of at least 0"),
+        ('{"text": "a"}\n', ("--steps", "0", "--start", "query"), "--steps is 0: give a whole number of at least 1"),
+        ('{"text": "a"}\n', ("--fit-sequences", "0"), "--fit-sequences is 0: give a whole number of at least 1"),
         ('{"text": "a"}\n', ("--top", "0"), "--top is 0: give a number above 0"),
         ('{"text": "a"}\n', ("--out", "heads.bin"), "--out: heads.bin has to end in .safetensors"),
         ('{"text": "a"}\n', ("--model", "nowhere"), "--model nowhere: there is no such folder"),
@@ -234,11 +294,12 @@ def test_vectors_have_to_divide_the_group(folder: Path, data: Path, tmp_path: Pa
     assert "--vectors is 2, which does not divide the 3 query heads of a KV head" in capsys.readouterr().err
 
 
-def test_example_trains_heads_that_know_more_than_their_start(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["fit", "query"])
+def test_example_trains_heads_that_know_more_than_their_start(start: str, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "heads.safetensors"
-    flags = ("--learning-rate", "2e-3", "--gamma", "0.9")
+    flags = {"fit": (), "query": ("--start", "query", "--learning-rate", "2e-3")}[start]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), str(folder), str(out), *flags],
+        [sys.executable, str(EXAMPLE), str(folder), str(out), "--gamma", "0.9", *flags],
         capture_output=True,
         text=True,
         check=False,
@@ -246,11 +307,15 @@ def test_example_trains_heads_that_know_more_than_their_start(folder: Path, tmp_
     )
     assert done.returncode == 0, done.stderr
     shown = re.search(
-        r"loss ([\d.]+) at first, ([\d.]+) at last; recall ([\d.]+)% before, ([\d.]+)% after", done.stdout
+        r"loss ([\d.]+) at first, ([\d.]+) at last; recall ([\d.]+)% before,(?: ([\d.]+)% fitted,)? ([\d.]+)% after",
+        done.stdout,
     )
     assert shown, done.stdout
-    first, last, before, after = map(float, shown.groups())
-    assert last < first
+    first, last, before, after = (float(shown[group]) for group in (1, 2, 3, 5))
     assert after > before
+    if start == "fit":
+        assert float(shown[4]) > before
+    else:
+        assert last < first
     assert out.exists()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
