@@ -36,6 +36,7 @@ def run(suite: Suite) -> Iterator[Measurement]:
             bytes_per_microsecond=38_000,
             block_bytes=8192,
             page_size=suite.page_size,
+            min_context=0,
             **outputs,
         )
         call()

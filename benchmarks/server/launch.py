@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.errors import BenchmarkError, ServerError
 
 from .client import Client
-from .ports import free_port
+from .ports import LOST, free_port
 
 DENSE, SPARSE = "dense", "sparse"
 DEFAULT_VARIANTS = {DENSE: "--attention-backend fa3", SPARSE: "--sparse-decode"}
@@ -47,7 +47,7 @@ class Server(Client):
 
     def _wait(self, deadline: float) -> None:
         while time.monotonic() < deadline:
-            if self.process.poll() is not None:
+            if self.process.poll() is not None or LOST in self.log.read_text(errors="replace"):
                 break
             try:
                 self.get("/health")

@@ -8,6 +8,9 @@ from pathlib import Path
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST = 10_000
+LOST = "error while attempting to bind on address"
+"""What a server's log says if another took its port. SGLang's processes stay all the same, and answer nothing."""
+
 # Not the seeded generator: two processes that seed it alike would choose the same ports.
 _generator = random.SystemRandom()
 

@@ -22,7 +22,7 @@ step; nanoseconds beside which a layer's copies run, 0 if not known."""
 _MISSES = TOTALS.index("misses")
 
 
-@triton.jit(do_not_specialize=["least", "most", "bytes_per_microsecond", "block_bytes"])
+@triton.jit(do_not_specialize=["least", "most", "bytes_per_microsecond", "block_bytes", "min_context"])
 def _prefetch_budget_kernel(
     seq_lens,
     demand,
@@ -37,6 +37,7 @@ def _prefetch_budget_kernel(
     most,
     bytes_per_microsecond,
     block_bytes,
+    min_context,
     DEMAND: tl.constexpr,
     MISSES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -82,7 +83,9 @@ def _prefetch_budget_kernel(
         index = start + tl.arange(0, CHUNK)
         length = tl.load(seq_lens + index, mask=index < batch, other=0)
         before = tl.where(length % PAGE == 0, length - PAGE, length - 1)
-        before = tl.where((budget > 0) & (length > 0), before, 0)
+        # It selects, but what can be scored of it would count as short, of which everything is read.
+        between = (length >= min_context) & (before < min_context)
+        before = tl.where((budget > 0) & (length > 0) & (between == 0), before, 0)
         tl.store(lengths + layer * lengths_stride + index, before, mask=index < batch)
 
 
@@ -105,6 +108,7 @@ def prefetch_budget(
     bytes_per_microsecond: int,
     block_bytes: int,
     page_size: int,
+    min_context: int,
     budgets: torch.Tensor,
     lengths: torch.Tensor,
     impl: str = "auto",
@@ -126,10 +130,11 @@ def prefetch_budget(
         bytes_per_microsecond: that copies bring.
         block_bytes: of one copy.
         page_size: tokens.
+        min_context: requests with fewer tokens read everything.
         budgets: `[layers]` int32, output.
         lengths: `[layers, B]` int32, output: for layers with a budget the tokens of each request that can be scored,
             else 0: those before the step's own, without the page that it fills, if it does: that is no open page any
-            more, and not in its place yet.
+            more, and not in its place yet. 0 too if that leaves fewer than `min_context` of a request that has them.
         impl: `auto`, `triton` or `torch`.
 
     Raises:
@@ -163,6 +168,7 @@ def prefetch_budget(
             state=state,
             **sizes,
             page_size=page_size,
+            min_context=min_context,
             budgets=budgets,
             lengths=lengths,
         )
@@ -177,6 +183,7 @@ def prefetch_budget(
         batch,
         lengths.stride(0),
         **sizes,
+        min_context=min_context,
         DEMAND=len(TOTALS),
         MISSES=_MISSES,
         COLUMNS=len(STATE),
@@ -199,6 +206,7 @@ def prefetch_budget_reference(
     bytes_per_microsecond: int,
     block_bytes: int,
     page_size: int,
+    min_context: int,
     budgets: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
@@ -219,4 +227,5 @@ def prefetch_budget_reference(
     budgets.copy_(budget)
     own = seq_lens[: lengths.shape[1]]
     before = torch.where(own % page_size == 0, own - page_size, own - 1).clamp(min=0)
+    before = torch.where((own >= min_context) & (before < min_context), 0, before)
     lengths.copy_(torch.where(budget[:, None] > 0, before, 0))

@@ -142,7 +142,15 @@ def run(args: argparse.Namespace, warm_up: int) -> int:
         if len(steps.positions) > warm_up:
             used, steps_used = used + 1, steps_used + len(steps.positions) - warm_up
             evaluate_steps(
-                steps, parts, forecasts, masses, cache=args.cache, budgets=budgets, warm_up=warm_up, tallies=tallies
+                steps,
+                parts,
+                forecasts,
+                masses,
+                cache=args.cache,
+                budgets=budgets,
+                warm_up=warm_up,
+                tallies=tallies,
+                open_page=args.summaries != "window-mean",
             )
         seconds = time.perf_counter() - started
         print(f"{prompt.name}: {len(steps.positions)} steps, {seconds:.0f} s", file=sys.stderr, flush=True)

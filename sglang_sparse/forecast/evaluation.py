@@ -66,7 +66,7 @@ Tallies = dict[tuple[str, int], Tally]
 
 
 def _shares(
-    steps: Steps, parts: ModelParts, layer: int, forecasts: Mapping[str, Forecast], masses: Masses
+    steps: Steps, parts: ModelParts, layer: int, forecasts: Mapping[str, Forecast], masses: Masses, open_page: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each predictor's expected shares of a layer's attention, `[T, Hkv, N]`."""
     own = parts.layers[layer]
@@ -78,6 +78,8 @@ def _shares(
     def ranked(vectors: torch.Tensor) -> torch.Tensor:
         keys, candidates = steps.keys[layer], steps.candidates
         others = open_mass(vectors, keys, candidates, steps.positions, scale)
+        if not open_page:
+            others = torch.full_like(others, float("-inf"))
         return mean_shares(masses(vectors, keys, scale), candidates, others)
 
     yield PREVIOUS, ranked(torch.cat((queries[:1], queries[:-1])))
@@ -97,12 +99,14 @@ def evaluate_steps(
     budgets: tuple[float, ...],
     warm_up: int,
     tallies: Tallies,
+    open_page: bool = True,
 ) -> None:
     """Adds one prompt's steps after the first `warm_up` to `tallies`.
 
     Args:
         cache: slots ÷ mean blocks that a step keeps in the layer; 0 for what the step before read.
         budgets: multiples of the missed bytes.
+        open_page: whether shares are of the open page's tokens too, as they are but for scores by strided means.
     """
     for layer in parts.forecastable():
         kept = steps.kept[layer]
@@ -122,7 +126,7 @@ def evaluate_steps(
             ),
             NONE: (torch.zeros_like(absent, dtype=torch.long), 0),
         }
-        for name, shares in _shares(steps, parts, layer, forecasts, masses):
+        for name, shares in _shares(steps, parts, layer, forecasts, masses, open_page):
             chosen = kept.gather(-1, shares.argsort(-1, descending=True))[warm_up:].cumsum(-1)
             named = torch.where(wanted > 0, chosen.gather(-1, (wanted - 1).clamp_min(0)[..., None])[..., 0], 0)
             order = shares[warm_up:].flatten(1).masked_fill(~absent, -1).argsort(-1, descending=True)

@@ -126,6 +126,7 @@ class Lookahead:
             bytes_per_microsecond=LINK,
             block_bytes=decode.missed_block_bytes,
             page_size=self._geometry.page_size,
+            min_context=decode.options.min_context,
             budgets=self.budgets,
             lengths=self._lengths[:, : self._batch],
         )

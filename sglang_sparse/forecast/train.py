@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         data=fingerprint(sequences),
         dtype=args.dtype,
         start=args.start,
-        fit_sequences=args.fit_sequences,
+        fit_sequences=args.fit_sequences if args.start == "fit" else 0,
     )
     held_out = "the last one is held out" if len(sequences) > 1 else "recall is measured on it too"
     print(f"{len(sequences)} sequences of {sequences.shape[1]} tokens; {held_out}", file=sys.stderr)
@@ -160,8 +160,8 @@ def run(args: argparse.Namespace) -> int:
             trainer.run(save_every=args.save_every, after_step=show)
     except torch.OutOfMemoryError:
         raise ForecastError(
-            f"--device {device} has too little memory for sequences of {sequences.shape[1]} tokens: lower --length, or "
-            "use --dtype bfloat16"
+            f"--device {device} has too little memory for sequences of {sequences.shape[1]} tokens: lower --length, "
+            "use --dtype bfloat16, or leave out the fit by --start query"
         ) from None
     # A server keeps them in the model's type anyway.
     own = trainer.model.dtype
@@ -172,9 +172,11 @@ def run(args: argparse.Namespace) -> int:
     losses, recalls = trainer.progress.losses, trainer.progress.recalls
     tail = max(1, len(losses) // 10)
     loss = f"loss {sum(losses[:tail]) / tail:.4f} at first, {sum(losses[-tail:]) / tail:.4f} at last; "
-    found = [f"{recalls[0][1]:.1%} before", f"{recalls[-1][1]:.1%} after"]
+    found = [f"{recalls[0][1]:.1%} before"]
     if args.start == "fit":
-        found.insert(1, f"{recalls[1][1]:.1%} fitted")
+        found.append(f"{recalls[1][1]:.1%} fitted")
+    if losses:
+        found.append(f"{recalls[-1][1]:.1%} after")
     print(f"{loss if losses else ''}recall {', '.join(found)}; {args.out}")
     return 0
 

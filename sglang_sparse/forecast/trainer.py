@@ -164,14 +164,13 @@ class Trainer:
     def fit(self) -> None:
         """Moves the heads to where the true queries of `recipe.fit_sequences` sequences are nearest, by least squares.
 
-        The first tokens, whose hidden states are like no others', do not count."""
-        count = len(self._sequences)
-        fitted, held_out = [*self._sequences[: self.recipe.fit_sequences]], [self._held_out]
-        if count == 1 and torch.equal(self._held_out, self._sequences[0]):
-            # There is no other: its second half says how far the first is to be believed.
-            fitted, held_out = [self._held_out[: len(self._held_out) // 2]], [self._held_out]
-        known = self._sums(fitted, first=self.recipe.sink)
-        others = self._sums(held_out, first=max(self.recipe.sink, len(fitted[0]) % len(held_out[0])))
+        The first tokens, whose hidden states are like no others', do not count. Of a single sequence the second half
+        says how far the first is to be believed."""
+        fitted, first = self._sequences[: self.recipe.fit_sequences], self.recipe.sink
+        only = len(self._sequences) == 1 and torch.equal(self._held_out, self._sequences[0])
+        half = len(self._held_out) // 2
+        known = self._sums([fitted[0][:half]] if only else [*fitted], first)
+        others = self._sums([self._held_out], half if only else first)
         for layer, (weight, bias) in self.heads.items():
             change = best_change(known.pop(layer), others.pop(layer)).to(weight)
             weight += change[:-1].T
@@ -274,6 +273,7 @@ class Trainer:
             if recipe.start == FIT:
                 self.fit()
                 self.evaluate()
+                self.save()
         while progress.step < recipe.steps:
             loss = self.step()
             if progress.step % recipe.evaluate_every == 0 or progress.step == recipe.steps:

@@ -15,8 +15,8 @@ from .errors import ForecastError
 from .heads_file import Heads
 from .model_parts import Identity
 
-FIT, QUERY = "fit", "query"
-"""What training starts from: the least-squares fit to the next layer's queries, or that layer's own projection."""
+FIT = "fit"
+"""Training starts from the least-squares fit to the next layer's queries; else from that layer's own projection."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +130,28 @@ def test_shares_are_of_all_tokens_before_the_step() -> None:
         expected = scores[t, ..., :position].softmax(-1)[..., : full * 4].unflatten(-1, (-1, 4)).sum(-1).mean(1)
         torch.testing.assert_close(shares[t, :, :full], expected)
         assert not shares[t, :, full:].any()
+
+
+def test_strided_means_leave_the_open_page_out() -> None:
+    """As the server's scores by them do: what the last tokens take changes no ranking."""
+    parts = parts_of_transformers(random_model("LlamaForCausalLM"), positions=64)
+    forecast, steps = query_forecast(parts), random_steps(0)
+    arguments: dict[str, Any] = {"cache": 1.0, "budgets": (1.0,), "warm_up": 3}
+    # A step's open page is the last block: of the layer's largest products, or of none.
+    found = []
+    for open_page in (True, False):
+        for scale in (1.0, 30.0):
+            keys = steps.keys.clone()
+            keys[:, (N - 1) * BLOCK :] *= scale
+            tallies: Tallies = {}
+            changed = replace(steps, keys=keys)
+            masses = by_block_mean(BLOCK)
+            evaluate_steps(
+                changed, parts, {"query": forecast}, masses, tallies=tallies, open_page=open_page, **arguments
+            )
+            found.append([tallies["query", layer].found[1.0] for layer in (1, 2, 3)])
+    assert found[0] != found[1]
+    assert found[2] == found[3]
 
 
 QUICK = ("--context", "512", "--tokens", "8", "--gamma", "0.9")

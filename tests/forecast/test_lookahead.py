@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,11 @@ class Noise:
 class Ahead(Pair):
     """A pair whose offloaded side prefetches."""
 
-    def __init__(self, forecast: Any, slots: int, budget: int = 10**6, **options: Any) -> None:
+    def __init__(
+        self, forecast: Any, slots: int, budget: int = 10**6, lengths: Sequence[int] = LENGTHS, **options: Any
+    ) -> None:
         given = {"gamma": 0.9, "min_context": 64, "sink_tokens": 4, "window_tokens": 20, "audit_rate": 0, **options}
-        super().__init__(SparseDecodeOptions(**given), slots, list(LENGTHS))
+        super().__init__(SparseDecodeOptions(**given), slots, list(lengths))
         offloaded = self.offloaded
         made = Lookahead(
             forecast, offloaded, scales=[SCALE] * LAYERS, hidden=HIDDEN, dtype=torch.float32, budget=budget
@@ -168,9 +171,10 @@ def test_what_is_certain_is_prefetched_and_counted() -> None:
     assert pair.totals == (full_blocks(),) * 2, "what is in a slot is not prefetched again"
 
 
-def test_the_budget_goes_to_the_most_probable_blocks() -> None:
+@pytest.mark.parametrize("length", [301, 316, 320, 321])
+def test_the_budget_goes_to_the_most_probable_blocks(length: int) -> None:
     """Those of the largest shares, of all tokens whose keys are there, among blocks in no slot and in full pages."""
-    pair = Ahead(Noise(1), 200, budget=5, estimator="mean", block_size=16)
+    pair = Ahead(Noise(1), 200, 5, [length - 1, *LENGTHS[1:]], estimator="mean", block_size=16)
     lookahead = pair.lookahead
     pair.step([0, 3])
     lengths = torch.tensor([pair.lengths[0], 0, 0, 0])
@@ -178,19 +182,19 @@ def test_the_budget_goes_to_the_most_probable_blocks() -> None:
     pair.offloaded.load(pair.table, torch.tensor([1, 0, 0, 0]), lengths, torch.ones(4, dtype=torch.int32), place)
     lookahead.note(0, torch.zeros(4, HIDDEN))
     lookahead.plan()
-    size, before = GEOMETRY.page_size, pair.lengths[0] - 1
+    size = GEOMETRY.page_size
+    # Of a page that the step fills nothing is scored.
+    full, opened = divmod(length - size if length % size == 0 else length - 1, size)
     # The step's own key is not there yet: in its place is what a page left that was open before.
-    pair.offloaded.cache.open_k[1][size + before % size] = float("nan")
+    pair.offloaded.cache.open_k[1][size + opened : 2 * size] = float("nan")
     seed = lookahead.forecast.generator.get_state()  # type: ignore[attr-defined]
     lookahead.score(0)
     lookahead.forecast.generator.set_state(seed)  # type: ignore[attr-defined]
     (vectors,) = lookahead.forecast.vectors(1, torch.zeros(4, HIDDEN), torch.zeros(4))[:1]
-    full, opened = divmod(before, size)
     pages = pair.k[1].unflatten(0, (-1, size))[pair.pages_of[0][: full + 1]]
     means = pages[:full].flatten(0, 1).unflatten(0, (-1, 16)).mean(1)
     closed = torch.einsum("hrd,nhd->hn", vectors, means) * SCALE + math.log(16)
     tokens = torch.einsum("hrd,nhd->hn", vectors, pages[full, :opened]) * SCALE
-    assert opened > 0
     shares = torch.cat([closed, tokens.logsumexp(-1, keepdim=True)], 1).softmax(-1)[:, :-1]
     slots = pair.offloaded.cache.maps[1].slot_map
     numbers = (pair.pages_of[0][:full, None] * GEOMETRY.blocks_per_page + torch.arange(2)).flatten()

@@ -226,19 +226,40 @@ def test_what_is_missing_is_of_the_queries_that_attention_has(folder: Path) -> N
     assert missing(trainer, sequences[0]) == pytest.approx({layer: found[layer] for layer in (1, 2)}, rel=1e-4)
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
 def test_without_steps_heads_are_those_of_the_fit(
-    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    architecture: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    """With a bias, whether or not the model's own queries have one."""
+    folder = write_random_model(tmp_path / "model", architecture=architecture, layers=3)
     out = tmp_path / "heads.safetensors"
     assert run(folder, data, out, "--steps", "0") == 0
-    assert re.fullmatch(r"recall [\d.]+% before, [\d.]+% fitted, [\d.]+% after; .*\n", capsys.readouterr().out)
+    assert re.fullmatch(r"recall [\d.]+% before, [\d.]+% fitted; .*\n", capsys.readouterr().out)
     sequences = pack(read_texts(data), load_tokenizer(folder), length=320, path=data)
     trainer = Trainer(folder, sequences, recipe(), device="cpu")
     trainer.fit()
     heads = make_forecast(str(out), trainer.parts, "")
     assert isinstance(heads, ProjectedForecast)
-    for layer, (weight, _) in trainer.heads.items():
+    for layer, (weight, bias) in trainer.heads.items():
+        assert bias is not None
+        assert bias.any()
         torch.testing.assert_close(heads.projections[layer].weight, weight.detach())
+        torch.testing.assert_close(heads.projections[layer].bias, bias.detach())
+
+
+def test_an_interrupted_training_does_not_fit_again(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    assert run(folder, data, whole) == 0
+    with monkeypatch.context() as patch:
+        Interruption(patch, 0)
+        assert run(folder, data, parts) == 130
+    fits: list[Trainer] = []
+    monkeypatch.setattr(Trainer, "fit", fits.append)
+    assert run(folder, data, parts) == 0
+    assert not fits
+    assert parts.read_bytes() == whole.read_bytes()
 
 
 @pytest.fixture

@@ -235,7 +235,8 @@ def slot_assign(s: Sizes, lag: int, more: bool) -> None:
 
 def prefetch_budget(s: Sizes, clock: bool, most: int = 1024) -> None:
     totals = {"demand_totals": torch.zeros(32, 4, dtype=torch.int64), "forecast_totals": torch.zeros(32, 2).long()}
-    sizes = {"least": 58, "most": most, "bytes_per_microsecond": 38_000, "block_bytes": 8192, "page_size": 64}
+    sizes = {"least": 58, "most": most, "bytes_per_microsecond": 38_000, "block_bytes": 8192}
+    sizes |= {"page_size": 64, "min_context": 4096}
     outputs = {"budgets": int32(32), "lengths": int32(32, s.batch)}
     watch = sk.stopwatch_state(1, "cpu") if clock else None
     sk.prefetch_budget(s.seq_lens(), **totals, clock=watch, state=sk.prefetch_state(32, 9, "cpu"), **sizes, **outputs)

@@ -11,12 +11,13 @@ from factories import DEVICE
 from sparse_kernels import prefetch_budget, prefetch_state, stopwatch_state
 
 IMPLS = ["torch", "triton"]
-RATE, BLOCK, PAGE = 40_000, 8_192, 32
+RATE, BLOCK, PAGE, MIN_CONTEXT = 40_000, 8_192, 32, 100
 
 
 def scored(length: int) -> int:
     """Tokens of a request that a forecast can rank blocks by."""
-    return max(length - (PAGE if length % PAGE == 0 else 1), 0)
+    before = max(length - (PAGE if length % PAGE == 0 else 1), 0)
+    return 0 if before < MIN_CONTEXT <= length else before
 
 
 class Layers:
@@ -52,6 +53,7 @@ class Layers:
             bytes_per_microsecond=RATE,
             block_bytes=BLOCK,
             page_size=PAGE,
+            min_context=MIN_CONTEXT,
             budgets=self.budgets,
             lengths=out[:-1, : len(lengths)],
             impl=self.impl,
@@ -111,13 +113,24 @@ def test_kernel_equals_reference() -> None:
     timed = [Layers(5, impl, first=50, least=3, most=60, timed=True) for impl in IMPLS]
     plain = [Layers(5, impl, first=50, least=3, most=60) for impl in IMPLS]
     for _ in range(60):
-        lengths = [draw.choice((0, 1, 5, PAGE, PAGE + 1, 100_000)) for _ in range(draw.choice((1, 4, 300)))]
+        lengths = [
+            draw.choice((0, 1, 5, PAGE, PAGE + 1, 99, 100, 101, 128, 160, 100_000))
+            for _ in range(draw.choice((1, 4, 300)))
+        ]
         added: Any = [[draw.choice((0, 0, 1, 7, 40)) for _ in range(5)] for _ in range(2)]
         elapsed = draw.choice((0, draw.randrange(1000, 20_000)))
         for pair in (timed, plain):
             first, second = (layers.step(*added, lengths, elapsed) for layers in pair)
             assert first == second
             assert torch.equal(pair[0].state, pair[1].state)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_scored_ends_where_keys_do(impl: str) -> None:
+    """By hand: short requests, those at the minimum context of 100, and those that fill a page of 32 beyond it."""
+    given = {0: 0, 1: 0, 31: 30, 32: 0, 33: 32, 99: 98, 100: 0, 101: 100, 127: 126, 128: 0, 129: 128, 160: 128}
+    assert {n: scored(n) for n in given} == given
+    assert Layers(1, impl, first=50).step([9], [0], list(given)) == [56]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +154,7 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
         "bytes_per_microsecond": 1,
         "block_bytes": 1,
         "page_size": 1,
+        "min_context": 0,
         "budgets": torch.zeros(2, dtype=torch.int32),
         "lengths": torch.zeros(2, 1, dtype=torch.int32),
     }

@@ -18,7 +18,7 @@ import pytest
 import requests
 import torch
 
-from benchmarks.server.ports import free_port
+from benchmarks.server.ports import LOST, free_port
 from sglang_sparse import cpu
 from sglang_sparse.sglang_compat import OWN_POOL_RELEASES
 
@@ -78,8 +78,7 @@ class Server:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server exited with {self.process.returncode}:\n{self.tail()}")
-            # SGLang's processes stay when its HTTP server could not start.
-            if "error while attempting to bind on address" in self.log.read_text(errors="replace"):
+            if LOST in self.log.read_text(errors="replace"):
                 raise RuntimeError(f"port {self.port} was taken while the server started:\n{self.tail()}")
             try:
                 if requests.get(f"{self.url}/health", timeout=5).ok:
