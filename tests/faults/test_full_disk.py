@@ -137,7 +137,8 @@ def test_training_goes_on_when_there_is_room_again(
 
     if which == checkpoint.name:
         with monkeypatch.context() as patch:
-            fill(patch, checkpoint, after=2)
+            # The fit and two steps are kept.
+            fill(patch, checkpoint, after=3)
             assert run() == 2
         assert f"error: {checkpoint} {ADVICE}" in capsys.readouterr().err
         assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name, texts.name]
