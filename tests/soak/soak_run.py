@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [path for path in (str(TESTS / "soak"), str(TESTS / "server"), str(TESTS)) if path not in sys.path]
+FOLDERS = [str(path) for path in (TESTS / "soak", TESTS / "server", TESTS, TESTS.parent)]
+sys.path[:0] = [path for path in FOLDERS if path not in sys.path]
 
 import harness  # noqa: E402
 import requests  # noqa: E402
