@@ -3,6 +3,7 @@
 Each operation has a file of its name, a Triton kernel for GPUs and a torch reference of the same signature.
 """
 
+from ._cluster_launch import prepare_clusters
 from .attention_tail import AttentionTail
 from .block_gather import block_gather, block_gather_reference
 from .block_mass_exact import block_mass_exact, block_mass_exact_reference
@@ -89,6 +90,7 @@ __all__ = [
     "prefetch_state",
     "prefetch_totals",
     "prefetch_totals_reference",
+    "prepare_clusters",
     "pseudo_maximum",
     "pseudo_maximum_reference",
     "request_totals",

@@ -38,7 +38,8 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _multiprocessors(index: int | None) -> int:
+def multiprocessors(index: int | None) -> int:
+    """Streaming multiprocessors of a CUDA device; of the current one if `index` is None."""
     device = torch.cuda.current_device() if index is None else index
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -56,4 +57,4 @@ def planned_programs(tensor: torch.Tensor, per_multiprocessor: int, kv_heads: in
     """
     if not tensor.is_cuda:
         return _INTERPRETED_PROGRAMS * kv_heads
-    return max(_multiprocessors(tensor.device.index) * per_multiprocessor // kv_heads, 1) * kv_heads
+    return max(multiprocessors(tensor.device.index) * per_multiprocessor // kv_heads, 1) * kv_heads

@@ -1,4 +1,4 @@
-"""The kernel behind both selection rules: one program for each row."""
+"""The kernel behind both selection rules: one program for each row, where not a cluster of them (`_select_cluster`)."""
 
 import torch
 import triton
@@ -7,20 +7,14 @@ import triton.language as tl
 from . import _threshold_search as threshold_search
 from . import selection_tap
 from ._select_chunked import select_chunked
-from ._select_single import select_single
+from ._select_cluster import chosen_size, launch_select_cluster
+from ._select_single import rows_are_aligned, select_single
 from .selection_tap import TapPoint
 
 SINGLE_SIZES = (2048, 8192, 16384)
 """Rows up to these lengths, in blocks, are kept in registers by a program; longer ones go through scratch in chunks."""
 
 CHUNK = 4096
-
-
-@triton.jit
-def _first_guess(target, blocks, BY_COUNT: tl.constexpr):
-    """The first threshold to test: with every share from `(1 - gamma) / blocks` on, gamma is reached."""
-    rest = 1.0 / 32 if BY_COUNT else 1.0 - target
-    return (rest / blocks.to(tl.float32)).to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["sink_blocks", "window_tokens", "min_context", "layer", "first_row"])
@@ -88,17 +82,14 @@ def _select_kernel(
         row_mask = kept_mask + row * mask_batch_stride + h * mask_head_stride
 
     # Forced: [0, sink) and [tail, blocks_in_row).
-    tail = length // PAGE * (PAGE // BLOCK)
-    in_window = tl.maximum(length - window_tokens, 0) // BLOCK
-    tail = tl.where(window_tokens > 0, tl.minimum(tail, in_window), tail)
-    sink = tl.minimum(sink_blocks, tail)
+    sink, tail = threshold_search.free_range(length, sink_blocks, window_tokens, PAGE, BLOCK)
 
     limit = blocks_in_row.to(tl.float32) if BY_COUNT else 1.0
     count = tl.zeros((), tl.int32)
     # A NaN target selects nothing: it keeps all blocks.
     if (length >= min_context) & (target < limit) & (blocks_in_row > 0):
         goal = threshold_search.goal_of(target, blocks_in_row, BY_COUNT)
-        guess = _first_guess(target, blocks_in_row, BY_COUNT)
+        guess = threshold_search.first_guess(target, blocks_in_row, BY_COUNT)
         row_flags = patterns.to(tl.pointer_type(tl.uint8))
         if kept_mask is not None:
             row_flags = row_mask
@@ -180,14 +171,37 @@ def launch_select(
     kept_mask: torch.Tensor | None,
     tap: TapPoint | None,
 ) -> None:
-    """Runs a rule: `targets` is top_k if `by_count`, else gamma; `[>=B]`, or `[>=B, Hkv]`."""
+    """Runs a rule: `targets` is top_k if `by_count`, else gamma; `[>=B]`, or `[>=B, Hkv]`.
+
+    Few rows, of group `average`, are each split over a cluster of thread blocks (`chosen_size`) where the device takes
+    them. Of given shares both ways keep the same blocks. But they add up the shares' denominators, in fp32, in another
+    order: where that moves a share by a rounding and the choice hangs on it, their lists differ by a block.
+    """
     batch, kv_heads, group_size, capacity = log_mass.shape
     if batch == 0:
         return
+    blocks_in_cluster = chosen_size(log_mass) if group == "average" else 1
+    if blocks_in_cluster > 1:
+        launch_select_cluster(
+            log_mass,
+            seq_lens,
+            targets,
+            by_count,
+            page_size,
+            block_size,
+            sink_tokens,
+            window_tokens,
+            min_context,
+            block_lists,
+            block_counts,
+            kept_total,
+            kept_mask,
+            tap,
+            blocks_in_cluster,
+        )
+        return
     widest = max(128, triton.next_power_of_2(capacity))
     sizes = tuple(sorted({min(size, widest) for size in SINGLE_SIZES}))
-    masks = () if kept_mask is None else kept_mask.stride()[:2]
-    aligned = all(stride % 16 == 0 for stride in (capacity, *log_mass.stride()[:3], *masks))
     head_dim = 1 if tap is None else tap.q.shape[2]
     _select_kernel[(batch * kv_heads,)](
         log_mass,
@@ -224,7 +238,7 @@ def launch_select(
         CHUNK=CHUNK,
         SIZES=sizes,
         LONGER=capacity > max(sizes, default=0),
-        ALIGNED=aligned,
+        ALIGNED=rows_are_aligned(log_mass, kept_mask),
         D=head_dim,
         Q_CHUNK=triton.next_power_of_2(group_size * head_dim),
         num_warps=min(16, max(1, widest // 256)),

@@ -5,6 +5,7 @@ interval of the bit patterns of the shares. A row's time is that of its passes o
 so each pass tests four thresholds, interpolated where that helps, and heads share the reductions of their softmax.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -31,7 +32,7 @@ def _max_quads(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def _sum4(x0, x1, x2, x3):
+def sum4(x0, x1, x2, x3):
     """Sums of four tensors. The interpreter reduces tuples element by element."""
     if _INTERPRETED:
         return tl.sum(x0, 0), tl.sum(x1, 0), tl.sum(x2, 0), tl.sum(x3, 0)
@@ -40,11 +41,17 @@ def _sum4(x0, x1, x2, x3):
 
 
 @triton.jit
-def _max4(x0, x1, x2, x3):
+def max4(x0, x1, x2, x3):
     if _INTERPRETED:
         return tl.max(x0, 0), tl.max(x1, 0), tl.max(x2, 0), tl.max(x3, 0)
     else:
         return tl.reduce((x0, x1, x2, x3), 0, _max_quads)
+
+
+def rows_are_aligned(log_mass: torch.Tensor, kept_mask: torch.Tensor | None) -> bool:
+    """Whether rows have room for a multiple of 16 blocks and begin at one: ALIGNED of the functions below."""
+    strides = log_mass.stride()[:3] + (() if kept_mask is None else kept_mask.stride()[:2])
+    return all(stride % 16 == 0 for stride in (log_mass.shape[3], *strides))
 
 
 @triton.jit
@@ -65,7 +72,7 @@ def _load(log_mass, group_stride, head, blocks, blocks_in_row, G: tl.constexpr, 
 
 
 @triton.jit
-def _mass(row, highest):
+def relative_mass(row, highest):
     """`exp(row - highest)`; a row without any mass is not shifted."""
     return score_tile.exp2(row * _LOG2_E - tl.where(highest == float("-inf"), 0.0, highest * _LOG2_E))
 
@@ -89,7 +96,7 @@ def mean_shares(
         # Registers do not hold four heads of a longer row.
         for head in range(G):
             row = _load(log_mass, group_stride, head, blocks, blocks_in_row, G, ALIGNED)
-            mass = _mass(row, tl.max(row, 0))
+            mass = relative_mass(row, tl.max(row, 0))
             factor, has_shares = _factor(tl.sum(mass, 0), head, G)
             shares += mass * factor
             valid = valid & has_shares
@@ -99,12 +106,12 @@ def mean_shares(
             row1 = _load(log_mass, group_stride, head + 1, blocks, blocks_in_row, G, ALIGNED)
             row2 = _load(log_mass, group_stride, head + 2, blocks, blocks_in_row, G, ALIGNED)
             row3 = _load(log_mass, group_stride, head + 3, blocks, blocks_in_row, G, ALIGNED)
-            max0, max1, max2, max3 = _max4(row0, row1, row2, row3)
-            row0 = _mass(row0, max0)
-            row1 = _mass(row1, max1)
-            row2 = _mass(row2, max2)
-            row3 = _mass(row3, max3)
-            sum0, sum1, sum2, sum3 = _sum4(row0, row1, row2, row3)
+            max0, max1, max2, max3 = max4(row0, row1, row2, row3)
+            row0 = relative_mass(row0, max0)
+            row1 = relative_mass(row1, max1)
+            row2 = relative_mass(row2, max2)
+            row3 = relative_mass(row3, max3)
+            sum0, sum1, sum2, sum3 = sum4(row0, row1, row2, row3)
             factor0, valid0 = _factor(sum0, head, G)
             factor1, valid1 = _factor(sum1, head + 1, G)
             factor2, valid2 = _factor(sum2, head + 2, G)
@@ -115,7 +122,7 @@ def mean_shares(
 
 
 @triton.jit
-def _weight(key, BY_COUNT: tl.constexpr):
+def weight(key, BY_COUNT: tl.constexpr):
     """What a block of this key counts for: its share in units of `2**-MASS_BITS`, or 1; never less for a larger key."""
     if BY_COUNT:
         return key * 0 + 1
@@ -126,7 +133,7 @@ def _weight(key, BY_COUNT: tl.constexpr):
 @triton.jit
 def _reached(keys, weights, t0, t1, t2, t3):
     """Sums of the weights of keys at or above each of four thresholds."""
-    return _sum4(
+    return sum4(
         tl.where(keys >= t0, weights, 0),
         tl.where(keys >= t1, weights, 0),
         tl.where(keys >= t2, weights, 0),
@@ -171,7 +178,7 @@ def smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, 
     inside = blocks < blocks_in_row
     keys = tl.where((blocks >= sink) & (blocks < tail), shares.to(tl.int32, bitcast=True), _FORCED)
     keys = tl.where(inside, keys, -1)
-    weights = tl.where(inside, _weight(shares.to(tl.int32, bitcast=True), BY_COUNT), 0)
+    weights = tl.where(inside, weight(shares.to(tl.int32, bitcast=True), BY_COUNT), 0)
     low = tl.zeros((), tl.int32)
     high = tl.full((), _TWO, tl.int32)
     # The second guess is eight mean shares.
@@ -189,7 +196,7 @@ def smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, 
             low, low_sum, high, high_sum = t1, sum1, t2, sum2
         else:
             high, high_sum = t1, sum1
-        each = _weight(low, BY_COUNT)
+        each = weight(low, BY_COUNT)
     # Invariant while searching: the weights from `low` reach the goal, those from `high` do not. Every block from `low`
     # on weighs at least `each`: it is over where the goal needs the least of them, and where one block is between.
     while searching & (high - low > 1) & (low_sum - goal >= each) & ((low_sum - high_sum) // 2 >= each):
@@ -206,7 +213,7 @@ def smallest_set(shares, blocks, blocks_in_row, sink, tail, valid, goal, guess, 
             low, low_sum, high, high_sum = t0, sum0, t1, sum1
         else:
             high, high_sum = t0, sum0
-        each = _weight(low, BY_COUNT)
+        each = weight(low, BY_COUNT)
     kept = (keys >= low) & inside
     if searching & (low_sum - goal >= each) & ((low_sum - high_sum) // 2 >= each):
         # The keys in [low, high) are equal, and more than it takes.

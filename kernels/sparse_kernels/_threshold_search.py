@@ -30,6 +30,22 @@ def goal_of(target, blocks, BY_COUNT: tl.constexpr):
 
 
 @triton.jit
+def first_guess(target, blocks, BY_COUNT: tl.constexpr):
+    """The first threshold to test: with every share from `(1 - gamma) / blocks` on, gamma is reached."""
+    rest = 1.0 / 32 if BY_COUNT else 1.0 - target
+    return (rest / blocks.to(tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def free_range(length, sink_blocks, window_tokens, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The free blocks of a row of `length` tokens, first and end; the others are forced."""
+    end = length // PAGE * (PAGE // BLOCK)
+    in_window = tl.maximum(length - window_tokens, 0) // BLOCK
+    end = tl.where(window_tokens > 0, tl.minimum(end, in_window), end)
+    return tl.minimum(sink_blocks, end), end
+
+
+@triton.jit
 def packed_weights(keys, BY_COUNT: tl.constexpr):
     """Weights of keys, `1 << 44` for the count included; 0 for keys below 0."""
     taking_part = keys >= 0

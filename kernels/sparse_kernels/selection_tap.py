@@ -142,6 +142,12 @@ def copy_row(
     for start in range(0, count, CHUNK):
         places = start + tl.arange(0, CHUNK)
         tl.store(tap_lists + places, tl.load(lists + places, mask=places < count), mask=places < count)
+    copy_queries(queries, head_stride, tap_queries, G, D, Q_CHUNK)
+
+
+@triton.jit
+def copy_queries(queries, head_stride, tap_queries, G: tl.constexpr, D: tl.constexpr, Q_CHUNK: tl.constexpr):
+    """Copies a row's queries to the tap; both pointers are the row's."""
     index = tl.arange(0, Q_CHUNK)
     values = tl.load(queries + index // D * head_stride + index % D, mask=index < G * D)
     tl.store(tap_queries + index, values, mask=index < G * D)

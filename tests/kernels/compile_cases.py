@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import sparse_kernels as sk
 import torch
-from compile_sizes import GEMMA, LLAMA, LONG, MIN_CONTEXT, PHI, QWEN, SMALL, Sizes, int32
+from compile_sizes import FEW, GEMMA, LLAMA, LONG, MIN_CONTEXT, PHI, QWEN, SMALL, Sizes, int32
+from sparse_kernels import _cluster_launch, _select
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,16 @@ def select(s: Sizes, rule: str, group: str, more: bool) -> None:
         kept_mask=s.kept_mask() if more else None,
         tap=s.tap() if more else None,
     )
+
+
+def select_in_clusters(s: Sizes, rule: str, size: int, more: bool) -> None:
+    with patch.object(_select, "chosen_size", lambda log_mass: size):
+        select(s, rule, "average", more)
+
+
+def check_clusters(size: int) -> None:
+    constants = {"K": size, "T": _cluster_launch.CHECKED_WORDS}
+    _cluster_launch.launch_clusters(_cluster_launch._check_kernel, 1, size, (int32(size, 2),), constants)
 
 
 def top_delta_rule(s: Sizes, more: bool) -> None:
@@ -331,6 +343,11 @@ CASES = [
     *(case(select, group, LLAMA, "coverage_rule", group, True, op="coverage_rule") for group in ("average", "every")),
     case(select, "long", LONG, "coverage_rule", "average", False, op="coverage_rule"),
     *(case(select, group, QWEN, "top_k_rule", group, False, op="top_k_rule") for group in ("average", "every")),
+    case(select_in_clusters, "clusters-of-16", LLAMA, "coverage_rule", 16, True, op="coverage_rule"),
+    case(select_in_clusters, "clusters-of-8", FEW, "coverage_rule", 8, False, op="coverage_rule"),
+    case(select_in_clusters, "clusters-long", LONG, "coverage_rule", 16, False, op="coverage_rule"),
+    case(select_in_clusters, "clusters", replace(QWEN, group_size=16), "top_k_rule", 16, True, op="top_k_rule"),
+    *(case(check_clusters, f"of-{size}", size, op="prepare_clusters") for size in _cluster_launch.SIZES),
     case(top_delta_rule, "", LLAMA, False),
     case(top_delta_rule, "group-7-tap", QWEN, True),
     case(pseudo_maximum, "", LLAMA),

@@ -1,5 +1,6 @@
 """Random batches for the selection rules, and what must hold of every list they write."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from oracles import head_shares
 from sparse_kernels import TapPoint, _select
+from sparse_kernels._cluster_launch import without_clusters
 
 CAPACITY = 40
-PATHS = ["torch", "triton", "chunked"]
-"""Reference, kernel with rows in registers, kernel with rows in chunks."""
+PATHS = ["torch", "triton", "chunked", *(["clusters"] if DEVICE == "cuda" else [])]
+"""Reference, kernel with rows in registers, kernel with rows in chunks, and rows split over clusters of thread blocks,
+where the device has them and the rule takes them. `test_select_cluster` has what needs no GPU."""
 
 over_paths = pytest.mark.parametrize("path", PATHS)
 
@@ -157,24 +160,25 @@ def run_rule(
     if path == "chunked":
         _select.SINGLE_SIZES, _select.CHUNK = (), 32
     try:
-        rule(
-            log_mass,
-            seq_lens,
-            **{name: targets},
-            group=case.group,
-            page_size=case.page_size,
-            block_size=case.block_size,
-            sink_tokens=case.sink_tokens,
-            window_tokens=case.window_tokens,
-            min_context=case.min_context,
-            block_lists=lists,
-            block_counts=counts,
-            scratch=poisoned(batch, kv_heads, capacity),
-            kept_total=kept_total,
-            kept_mask=kept_mask,
-            tap=tap,
-            impl="torch" if path == "torch" else "triton",
-        )
+        with nullcontext() if path == "clusters" else without_clusters():
+            rule(
+                log_mass,
+                seq_lens,
+                **{name: targets},
+                group=case.group,
+                page_size=case.page_size,
+                block_size=case.block_size,
+                sink_tokens=case.sink_tokens,
+                window_tokens=case.window_tokens,
+                min_context=case.min_context,
+                block_lists=lists,
+                block_counts=counts,
+                scratch=poisoned(batch, kv_heads, capacity),
+                kept_total=kept_total,
+                kept_mask=kept_mask,
+                tap=tap,
+                impl="torch" if path == "torch" else "triton",
+            )
     finally:
         _select.SINGLE_SIZES, _select.CHUNK = limits
     poison = poisoned(1, dtype=torch.int32).item()
