@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from sparse_kernels import AttentionTail, SelectionTap, TapPoint, request_totals, sparse_attention
+from sparse_kernels import AttentionTail, SelectionTap, TapPoint, prepare_clusters, request_totals, sparse_attention
 
 from sglang_sparse import paths
 from sglang_sparse.buffers import DecodeBuffers
@@ -79,6 +79,9 @@ class DecodeStep:
             fused_requests=fused_requests,
             device=device,
         )
+        if self.sparse_layers:
+            # Before a step is captured, while the device may be waited for.
+            prepare_clusters(device)
         self._pseudo_maximum = PseudoMaximum(options, geometry)
         self.fused = FusedPass(options, geometry, fused_requests, device) if fused_requests else None
         self.tap: SelectionTap | None = None

@@ -39,6 +39,7 @@ OPERATIONS = (
 ON_REQUEST = (
     "sparse_attention_tiles",
     "fused_top_delta_launch",
+    "coverage_rule_clusters",
     "slot_lookup",
     "slot_assign",
     "slot_claim",

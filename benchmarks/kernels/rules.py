@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from sparse_kernels import SelectionTap, TapPoint
+from sparse_kernels._cluster_launch import without_clusters
+from sparse_kernels._select_cluster import chosen_size
 
 from .common import Batch, Measurement, Suite, time_in_turn
 
@@ -15,6 +18,9 @@ WINDOW_TOKENS = 64
 
 SPREAD, HEAD_SPREAD = 2.2, 0.5
 """Standard deviations of the random log masses, of a row and of its heads around it: gamma .95 keeps a third or so."""
+
+CHOSEN, SINGLE = "sparse_kernels", "sparse_kernels, single blocks"
+"""Implementations: as the rule chooses, and with one thread block a row."""
 
 
 def measure_rule(
@@ -27,8 +33,12 @@ def measure_rule(
     group: str,
     tapped_row: int | None = None,
     with_mask: bool = False,
+    impl: str = CHOSEN,
 ) -> Iterator[Measurement]:
     """Measures a rule for every batch size and context. `target` is gamma or top_k with its value.
+
+    Where the rule splits rows over clusters of thread blocks, it is measured without them too, as `SINGLE`. With an
+    `impl` of another name `operation` is some way to run the rule, not the rule that chooses one.
 
     With `tapped_row` the rule has a tap on that request, or on none if it is negative; with `with_mask` it writes one.
     """
@@ -78,30 +88,37 @@ def measure_rule(
             )
             for i, batch in enumerate(sets)
         ]
-        calls[0]()
-        for b in {0, size - 1}:
-            one = slice(b, b + 1)
-            expected_lists, expected_counts = torch.zeros_like(lists[0][one]), torch.zeros_like(counts[0][one])
-            inputs = arguments(0, sets[0].request(b), expected_lists, expected_counts)
-            inputs.update(log_mass=masses[0][one])
-            inputs[target_name] = targets[one]
-            reference(**inputs, scratch=scratch[one].clone())
-            _check_lists(
-                f"{name} {case} B={size} context={context}",
-                lists[0][b],
-                counts[0][b],
-                expected_lists[0],
-                expected_counts[0],
-            )
-        if tap is not None and tapped_row is not None and tapped_row >= 0:
-            _check_tap(f"{name} {case} B={size} context={context}", tap, sets[0], lists[0], counts[0], tapped_row)
-        blocks = suite.num_kv_heads * int(((sets[0].seq_lens - 1) // suite.block_size + 1).sum())
-        kept = int(counts[0].sum()) / blocks
-        if mask is not None and int(mask.sum()) != int(counts[0].sum()):
-            # The last call of all sets that ran is the first.
-            raise RuntimeError(f"{name} {case} B={size} context={context}: the mask does not match the lists")
-        moved = size * suite.num_kv_heads * row_bytes + int(counts[0].sum()) * 4
-        yield Measurement(name, case, size, context, kept, time_in_turn(calls), moved)
+        moved = size * suite.num_kv_heads * row_bytes
+        splits = impl == CHOSEN and group == "average" and chosen_size(masses[0]) > 1
+        for way in (impl, SINGLE) if splits else (impl,):
+            with without_clusters() if way == SINGLE else nullcontext():
+                calls[0]()
+                for b in {0, size - 1}:
+                    one = slice(b, b + 1)
+                    expected_lists, expected_counts = torch.zeros_like(lists[0][one]), torch.zeros_like(counts[0][one])
+                    inputs = arguments(0, sets[0].request(b), expected_lists, expected_counts)
+                    inputs.update(log_mass=masses[0][one])
+                    inputs[target_name] = targets[one]
+                    reference(**inputs, scratch=scratch[one].clone())
+                    _check_lists(
+                        f"{name} {case} B={size} context={context}",
+                        lists[0][b],
+                        counts[0][b],
+                        expected_lists[0],
+                        expected_counts[0],
+                    )
+                if tap is not None and tapped_row is not None and tapped_row >= 0:
+                    _check_tap(
+                        f"{name} {case} B={size} context={context}", tap, sets[0], lists[0], counts[0], tapped_row
+                    )
+                blocks = suite.num_kv_heads * int(((sets[0].seq_lens - 1) // suite.block_size + 1).sum())
+                kept = int(counts[0].sum()) / blocks
+                if mask is not None and int(mask.sum()) != int(counts[0].sum()):
+                    # The last call of all sets that ran is the first.
+                    raise RuntimeError(f"{name} {case} B={size} context={context}: the mask does not match the lists")
+                seconds = time_in_turn(calls)
+            bytes_moved = moved + int(counts[0].sum()) * 4
+            yield Measurement(name, case, size, context, kept, seconds, bytes_moved, way)
 
 
 def _make_tap(suite: Suite, capacity: int, row: int) -> SelectionTap:

@@ -137,8 +137,8 @@ def _decide(device: int) -> tuple[int, ...]:
 
 
 def cluster_sizes(device: torch.device) -> tuple[int, ...]:
-    """Those of `SIZES` that a device takes. Found out once for each device, which waits for it; until then there are none
-    while the current stream is captured."""
+    """Those of `SIZES` that a device takes. Found out once for each device, which waits for it; until then none while
+    the current stream is captured."""
     if INTERPRETED or device.type != "cuda" or not _allowed:
         return ()
     index = torch.cuda.current_device() if device.index is None else device.index

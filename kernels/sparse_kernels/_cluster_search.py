@@ -67,8 +67,8 @@ def segment_shares(
     K: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Mean share over the group's heads of each of a segment's blocks, `[N]`, in the whole row; and False where some head
-    of the row has no shares (as in `mean_shares`), which are zeros then.
+    """Mean share over the group's heads of each of a segment's blocks, `[N]`, in the whole row; and False where some
+    head of the row has no shares (as in `mean_shares`), which are zeros then.
 
     `row0` to `row3` are the first four heads' log masses; entries that are not `inside` may hold anything. Takes
     `ceil(G / 4)` exchanges, the first ones.
@@ -248,8 +248,8 @@ def smallest_set_of_segments(
         (sums >= goal) & valid, thresholds, sums, counts, before,
         none - 1, most, most, most, none + _TWO + 1, none, none, none,
     )  # fmt: skip
-    # From the lowest threshold, 0, on there are all blocks, from the highest, 2.0, the forced ones: `low` is -1 where the
-    # goal is out of reach, and 2.0 where those do.
+    # From the lowest threshold, 0, on there are all blocks, from the highest, 2.0, the forced ones: `low` is -1 where
+    # the goal is out of reach, and 2.0 where those do.
     if low < 0:
         low = none
         low_count = blocks_in_row
