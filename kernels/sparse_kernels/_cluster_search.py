@@ -84,22 +84,25 @@ def segment_shares(
         row2 = tl.where(inside, row2, float("-inf"))
         row3 = tl.where(inside, row3, float("-inf"))
         max0, max1, max2, max3 = max4(row0, row1, row2, row3)
-        mass0 = relative_mass(row0, max0)
-        mass1 = relative_mass(row1, max1)
-        mass2 = relative_mass(row2, max2)
-        mass3 = relative_mass(row3, max3)
-        sum0, sum1, sum2, sum3 = sum4(mass0, mass1, mass2, mass3)
-        own = _four(lane, max0, max1, max2, max3)
-        maxima, sums = exchange_pairs(own, _four(lane, sum0, sum1, sum2, sum3), buffer, head // 4, K, T)
+        sum0, sum1, sum2, sum3 = sum4(
+            relative_mass(row0, max0), relative_mass(row1, max1), relative_mass(row2, max2), relative_mass(row3, max3)
+        )
+        maxima, sums = exchange_pairs(
+            _four(lane, max0, max1, max2, max3), _four(lane, sum0, sum1, sum2, sum3), buffer, head // 4, K, T
+        )
         highest = tl.max(maxima, 0)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         total = tl.sum(sums * score_tile.exp2((maxima - shift[None, :]) * _LOG2_E), 0)
         present = head + lane < G
         valid = valid & (tl.min(((total > 0) | (head + lane >= G)).to(tl.int32), 0) > 0)
-        # Masses are relative to the segment's own maxima.
-        factor = 1.0 / tl.where(present, total * G, 1.0) * score_tile.exp2((own - shift) * _LOG2_E)
-        factor0, factor1, factor2, factor3 = _apart(lane, tl.where(present, factor, 0.0))
-        shares += mass0 * factor0 + mass1 * factor1 + (mass2 * factor2 + mass3 * factor3)
+        factor0, factor1, factor2, factor3 = _apart(
+            lane, tl.where(present, 1.0 / tl.where(present, total * G, 1.0), 0.0)
+        )
+        # Anew, relative to the row's maxima: equal log masses have equal shares, whatever segment they are in.
+        max0, max1, max2, max3 = _apart(lane, highest)
+        mass0 = relative_mass(row0, max0) * factor0
+        mass1 = relative_mass(row1, max1) * factor1
+        shares += mass0 + mass1 + (relative_mass(row2, max2) * factor2 + relative_mass(row3, max3) * factor3)
     return tl.where(valid, shares, 0.0), valid
 
 

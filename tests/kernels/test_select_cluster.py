@@ -1,118 +1,31 @@
-"""Rows split over clusters of thread blocks: the search of both rules in segments, and the launch.
+"""Rows split over clusters of thread blocks: the search of both rules in segments.
 
-Without a GPU nothing runs as a cluster. There the search runs in one segment, and in several whose programs exchange
-what they have in Python.
+Without a GPU the search runs in one segment, and in several whose programs exchange what they have in Python.
 """
 
 from __future__ import annotations
 
-import inspect
-import logging
-import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from factories import DEVICE, poisoned
+from interpreted_clusters import simulate_clusters
 from rule_cases import RuleCase, make_rule_case, mask_of
-from sparse_kernels import (
-    SelectionTap,
-    TapPoint,
-    _cluster_exchange,
-    _cluster_launch,
-    _cluster_search,
-    _select_cluster,
-    coverage_rule,
-    prepare_clusters,
-    top_k_rule,
-)
+from sparse_kernels import SelectionTap, TapPoint, _cluster_launch, _select_cluster, coverage_rule, top_k_rule
 from sparse_kernels._dispatch import INTERPRETED
-from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 RULES = {"gamma": coverage_rule, "top_k": top_k_rule}
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
 
-class Clusters:
-    """Runs the programs of a grid in clusters, in the interpreter: in threads of which one runs at a time, up to its
-    next exchange."""
-
-    def __init__(self, program: Callable[..., None]) -> None:
-        self.program = program
-
-    def run(self, arguments: dict[str, Any]) -> None:
-        """In place of the interpreted kernel, which the interpreter calls for one program after another."""
-        self.size = int(arguments["K"])
-        self.first = interpreter_builder.grid_idx[0]
-        if self.first % self.size != 0:
-            return
-        self.buffers: list[list[Any]] = [[None] * self.size, [None] * self.size]
-        self.batons = [threading.Semaphore(0) for _ in range(self.size)]
-        self.exchanges = [0] * self.size
-        self.ended: list[BaseException | None] = []
-        threads = [threading.Thread(target=self._run_one, args=(k, arguments), daemon=True) for k in range(self.size)]
-        for thread in threads:
-            thread.start()
-        self.batons[0].release()
-        for thread in threads:
-            thread.join()
-        for error in self.ended:
-            if error is not None:
-                raise error
-
-    def _run_one(self, k: int, arguments: dict[str, Any]) -> None:
-        error: BaseException | None = None
-        try:
-            self._await_turn(k)
-            self.program(**arguments)
-        except BaseException as raised:
-            error = raised
-        self.ended.append(error)
-        self.batons[(k + 1) % self.size].release()
-
-    def _await_turn(self, k: int) -> None:
-        self.batons[k].acquire()
-        self.running = k
-        interpreter_builder.set_grid_idx(self.first + k, 0, 0)
-
-    def exchange(self, mine: Any, buffer: Any, number: Any, K: Any, MOST: Any) -> Any:
-        """In place of `_cluster_exchange.exchange`."""
-        k = self.running
-        turn = number.handle.data.item() if isinstance(number, tl.tensor) else int(getattr(number, "value", number))
-        buffer = self.buffers[turn % 2]
-        buffer[k] = mine.handle.data.copy()
-        self.exchanges[k] += 1
-        self.batons[(k + 1) % self.size].release()
-        self._await_turn(k)
-        assert min(self.exchanges) >= self.exchanges[k], "a program of the cluster ended before the others met"
-        return tl.tensor(TensorHandle(np.stack(buffer), tl.int64), tl.block_type(tl.int64, [self.size, len(buffer[k])]))
-
-
 @pytest.fixture
 def clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters for the interpreter; nothing on a GPU."""
-    if not INTERPRETED:
-        return
-    kernel = _select_cluster._select_cluster_kernel
-    made = Clusters(kernel.rewrite())
-
-    def run(**arguments: Any) -> None:
-        made.run(arguments)
-
-    # By these the interpreter knows the arguments.
-    run.__annotations__ = made.program.__annotations__
-    run.__signature__ = inspect.signature(made.program)  # type: ignore[attr-defined]
-    monkeypatch.setitem(kernel.rewritten_fn, kernel.fn, run)
-    for module in (_cluster_exchange, _cluster_search):
-        monkeypatch.setattr(module, "exchange", made.exchange)
-    monkeypatch.setattr(_select_cluster, "announce_start", lambda: None)
-    monkeypatch.setattr(_select_cluster, "await_start", lambda: None)
-    monkeypatch.setattr(_select_cluster, "exchange_buffer", lambda K, T: 0)
+    if INTERPRETED:
+        simulate_clusters(monkeypatch)
 
 
 def select(case: RuleCase, name: str, size: int, tap: TapPoint | None = None, **options: int) -> SimpleNamespace:
@@ -176,8 +89,8 @@ def reference(case: RuleCase, name: str, impl: str = "torch") -> SimpleNamespace
 
 
 def assert_same(case: RuleCase, got: SimpleNamespace, expected: SimpleNamespace, moved: float = 0.0) -> None:
-    """Lists, counts, masks and totals agree, but for the share `moved` of a row's blocks, and one more if it is not 0,
-    which a rounding may move; nothing else was written."""
+    """Lists, counts, masks and totals agree, but for the share `moved` of a row's blocks, and a swapped pair if it is
+    not 0, which a rounding may move; nothing else was written."""
     poison = poisoned(1, dtype=torch.int32).item()
     capacity = case.log_mass.shape[3]
     for b in range(len(case.lengths)):
@@ -188,7 +101,7 @@ def assert_same(case: RuleCase, got: SimpleNamespace, expected: SimpleNamespace,
             assert row[count:] == [poison] * (capacity - count), "entries beyond the count were written"
             assert row[:count] == sorted(set(row[:count])), "not ascending and unique"
             wanted = set(expected.lists[b, h, : int(expected.counts[b, h])].tolist())
-            allowed = 1 + moved * blocks if moved else 0
+            allowed = 2 + moved * blocks if moved else 0
             assert len(set(row[:count]) ^ wanted) <= allowed, (case.lengths[b], case.targets[b])
             mask = got.mask[b, h].cpu()
             assert mask[:blocks].tolist() == mask_of(row[:count], blocks).int().tolist()
@@ -259,6 +172,20 @@ def test_a_row_without_valid_shares_keeps_all(name: str, value: float) -> None:
     assert kept_all.tolist() == ([False, False, True] if value == -float("inf") else [True] * 3)
 
 
+@pytest.mark.parametrize("name", list(RULES))
+@pytest.mark.usefixtures("clusters")
+def test_equal_blocks_are_equal_in_all_segments(name: str) -> None:
+    """Ties take the lower index even where segments have other maxima."""
+    size = 8 if INTERPRETED else require_clusters()
+    targets = [0.3, 0.5, 0.9] if name == "gamma" else [20.0, 50.0, 100.0]
+    case = make_rule_case([1024] * 3, targets, capacity=128, group_size=4, kv_heads=1)
+    case.log_mass[:] = torch.tensor([0.3, -1.7, 2.9, 5.1], device=DEVICE)[:, None]
+    for block, higher in ((3, 1.3), (20, 2.77), (40, 0.111), (70, 3.3)):
+        case.log_mass[:, :, :, block] += higher
+    got = select(case, name, size)
+    assert_same(case, got, reference(case, name))
+
+
 @interpreted
 @pytest.mark.usefixtures("clusters")
 def test_a_target_that_is_no_number_keeps_all() -> None:
@@ -316,8 +243,8 @@ def test_clusters_choose_what_single_blocks_choose(name: str, capacity: int) -> 
             continue
         for seed, options in enumerate(({}, {"levels": 4}, {"group_size": 16}, {"spread": 0.2, "group_size": 1})):
             case = ragged(name, seed, capacity, kv_heads=2, **options)
-            # Ties are exact either way; of random shares a rounding may move one.
-            moved = 0.0 if "levels" in options else 1e-3
+            # A count of ties is exact either way; of random shares a rounding may move one.
+            moved = 0.0 if "levels" in options and name == "top_k" else 1e-3
             assert_same(case, select(case, name, size), reference(case, name, "triton"), moved)
 
 
@@ -327,7 +254,7 @@ def test_every_length_of_a_row() -> None:
     for first in range(0, 300, 30):
         lengths = [blocks * 8 for blocks in range(first, first + 30)]
         case = make_rule_case(lengths, [0.9] * 30, capacity=304, levels=3, sink_tokens=8, window_tokens=16, kv_heads=1)
-        assert_same(case, select(case, "gamma", size), reference(case, "gamma", "triton"))
+        assert_same(case, select(case, "gamma", size), reference(case, "gamma", "triton"), 1e-6)
 
 
 @pytest.mark.gpu
@@ -337,7 +264,7 @@ def test_thresholds_and_warps_do_not_matter(thresholds: int, warps: int) -> None
     case = ragged("gamma", 5, 2048, kv_heads=2, levels=5)
     for size in _cluster_launch.cluster_sizes(torch.device(DEVICE)):
         got = select(case, "gamma", size, thresholds=thresholds, warps=warps)
-        assert_same(case, got, reference(case, "gamma", "triton"))
+        assert_same(case, got, reference(case, "gamma", "triton"), 1e-6)
 
 
 @pytest.mark.gpu
@@ -381,89 +308,3 @@ def test_the_rules_take_clusters_for_few_rows() -> None:
     assert _select_cluster.chosen_size(beyond) == 1
     with _cluster_launch.without_clusters():
         assert _select_cluster.chosen_size(torch.empty(1, 1, 4, 256, device=DEVICE)) == 1
-
-
-@pytest.mark.gpu
-def test_nothing_is_found_out_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cluster_launch, "_sizes_of_device", {})
-    device = torch.device(DEVICE)
-    seen = torch.zeros(1, device=DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        assert _cluster_launch.cluster_sizes(device) == ()
-        seen += 1
-    assert _cluster_launch._sizes_of_device == {}
-    prepare_clusters(device)
-    assert list(_cluster_launch._sizes_of_device) == [torch.cuda.current_device()]
-
-
-class Compiled:
-    """As much of a kernel that Triton compiled as a launch looks at."""
-
-    def __init__(self, packed: Any, num_ctas: int = 1) -> None:
-        self.metadata = SimpleNamespace(num_warps=4, num_ctas=num_ctas, shared=128)
-        self.packed_metadata = packed
-        self.run = object()
-
-
-def test_a_copy_of_the_kernel_is_launched_as_clusters() -> None:
-    compiled = Compiled((4, 1, 128))
-    copied = _cluster_launch._as_clusters(compiled, 8)
-    assert copied.packed_metadata == (4, 8, 128)
-    assert copied.run is compiled.run
-    assert compiled.packed_metadata == (4, 1, 128)
-    assert _cluster_launch._as_clusters(compiled, 8) is copied
-    assert _cluster_launch._as_clusters(compiled, 16).packed_metadata == (4, 16, 128)
-
-
-@pytest.mark.parametrize("compiled", [Compiled((4, 1, 128, 0)), Compiled((4, 2, 128), 2), Compiled({"num_ctas": 1})])
-def test_unknown_metadata_are_refused(compiled: Compiled) -> None:
-    with pytest.raises(RuntimeError, match="not known here"):
-        _cluster_launch._as_clusters(compiled, 8)
-
-
-@pytest.mark.parametrize(
-    ("version", "capability", "reasons", "sizes", "said"),
-    [
-        ("13.0", (9, 0), {}, (16, 8), "in clusters of up to 16 thread blocks on a GPU"),
-        ("13.0", (12, 0), {16: "too large"}, (8,), "without clusters of 16 thread blocks on a GPU: too large"),
-        ("13.0", (9, 0), {16: "odd", 8: "odd"}, (), "without clusters of 8 thread blocks on a GPU: odd"),
-        ("13.0", (8, 9), {}, (), "without thread block clusters: a GPU has none"),
-        (None, (9, 4), {}, (), "without thread block clusters: a GPU has none"),
-    ],
-)
-def test_a_device_is_asked_once_and_the_answer_logged(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    version: str | None,
-    capability: tuple[int, int],
-    reasons: dict[int, str],
-    sizes: tuple[int, ...],
-    said: str,
-) -> None:
-    asked = []
-
-    def why_not(size: int) -> str:
-        asked.append(size)
-        return reasons.get(size, "")
-
-    monkeypatch.setattr(_cluster_launch, "INTERPRETED", False)
-    monkeypatch.setattr(_cluster_launch, "_sizes_of_device", {})
-    monkeypatch.setattr(_cluster_launch, "_why_not", why_not)
-    monkeypatch.setattr(torch.version, "cuda", version)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: _cluster_launch.without_clusters())
-    with caplog.at_level(logging.INFO, "sparse_kernels"):
-        for _ in range(2):
-            assert _cluster_launch.cluster_sizes(torch.device("cuda:0")) == sizes
-    assert said in caplog.text
-    assert len(caplog.records) == len(set(caplog.messages)) <= 2
-    assert asked in ([], list(_cluster_launch.SIZES))
-
-
-def test_no_clusters_without_a_gpu() -> None:
-    prepare_clusters("cpu")
-    assert _cluster_launch.cluster_sizes(torch.device("cpu")) == ()
-    assert _select_cluster.chosen_size(torch.empty(1, 1, 1, 8)) == 1
