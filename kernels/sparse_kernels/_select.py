@@ -4,11 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _threshold_search as threshold_search
 from . import selection_tap
-from ._select_chunked import select_chunked
 from ._select_cluster import chosen_size, launch_select_cluster
-from ._select_single import rows_are_aligned, select_single
+from ._select_row import select_row
+from ._select_single import rows_are_aligned
 from .selection_tap import TapPoint
 
 SINGLE_SIZES = (2048, 8192, 16384)
@@ -73,73 +72,32 @@ def _select_kernel(
         tapped = (tl.load(tap_target) == layer) & (tl.load(tap_target + 1) == first_row + b)
     row = b.to(tl.int64)
     length = tl.load(seq_lens + b)
-    blocks_in_row = tl.cdiv(length, BLOCK)
     target = tl.load(targets + b * targets_batch_stride + h * targets_head_stride)
     lists = block_lists + row * lists_batch_stride + h * lists_head_stride
-    mass = log_mass + row * mass_batch_stride + h * mass_head_stride
-    patterns = scratch + row * scratch_batch_stride + h * scratch_head_stride
+    row_mask = None
     if kept_mask is not None:
         row_mask = kept_mask + row * mask_batch_stride + h * mask_head_stride
-
-    # Forced: [0, sink) and [tail, blocks_in_row).
-    sink, tail = threshold_search.free_range(length, sink_blocks, window_tokens, PAGE, BLOCK)
-
-    limit = blocks_in_row.to(tl.float32) if BY_COUNT else 1.0
-    count = tl.zeros((), tl.int32)
-    # A NaN target selects nothing: it keeps all blocks.
-    if (length >= min_context) & (target < limit) & (blocks_in_row > 0):
-        goal = threshold_search.goal_of(target, blocks_in_row, BY_COUNT)
-        guess = threshold_search.first_guess(target, blocks_in_row, BY_COUNT)
-        row_flags = patterns.to(tl.pointer_type(tl.uint8))
-        if kept_mask is not None:
-            row_flags = row_mask
-        # A row takes the least of these sizes that holds it, whatever the capacity.
-        smaller = 0
-        for index in tl.static_range(len(SIZES)):
-            if (blocks_in_row > smaller) & (blocks_in_row <= SIZES[index]):
-                count = select_single(
-                    mass,
-                    mass_group_stride,
-                    goal.to(tl.int32),
-                    guess,
-                    blocks_in_row,
-                    sink,
-                    tail,
-                    lists,
-                    row_flags,
-                    G,
-                    EVERY,
-                    BY_COUNT,
-                    SIZES[index],
-                    ALIGNED,
-                )
-            smaller = SIZES[index]
-        if LONGER:  # noqa: SIM102 - a condition of the compiler's
-            if blocks_in_row > smaller:
-                count = select_chunked(
-                    mass,
-                    mass_group_stride,
-                    patterns,
-                    goal,
-                    guess,
-                    blocks_in_row,
-                    sink,
-                    tail,
-                    lists,
-                    row_flags,
-                    kept_mask is not None,
-                    G,
-                    EVERY,
-                    BY_COUNT,
-                    CHUNK,
-                )
-    else:
-        for start in range(0, blocks_in_row, CHUNK):
-            blocks = start + tl.arange(0, CHUNK)
-            tl.store(lists + blocks, blocks, mask=blocks < blocks_in_row)
-            if kept_mask is not None:
-                tl.store(row_mask + blocks, tl.full((CHUNK,), 1, tl.uint8), mask=blocks < blocks_in_row)
-        count = blocks_in_row
+    count = select_row(
+        log_mass + row * mass_batch_stride + h * mass_head_stride,
+        mass_group_stride,
+        length,
+        target,
+        lists,
+        scratch + row * scratch_batch_stride + h * scratch_head_stride,
+        row_mask,
+        sink_blocks,
+        window_tokens,
+        min_context,
+        G,
+        EVERY,
+        BY_COUNT,
+        PAGE,
+        BLOCK,
+        CHUNK,
+        SIZES,
+        LONGER,
+        ALIGNED,
+    )
     tl.store(block_counts + b * counts_batch_stride + h * counts_head_stride, count)
     if kept_total is not None:
         tl.atomic_add(kept_total + h, count.to(tl.int64), sem="relaxed")
@@ -194,6 +152,7 @@ def launch_select(
             min_context,
             block_lists,
             block_counts,
+            scratch,
             kept_total,
             kept_mask,
             tap,

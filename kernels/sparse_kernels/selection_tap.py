@@ -137,12 +137,18 @@ def copy_row(
     CHUNK: tl.constexpr,
 ):
     """Copies a row's list and queries to the tap; all pointers are the row's."""
+    copy_list(lists, count, tap_lists, CHUNK)
+    copy_queries(queries, head_stride, tap_queries, G, D, Q_CHUNK)
+
+
+@triton.jit
+def copy_list(lists, count, tap_lists, CHUNK: tl.constexpr):
+    """Copies a row's list, which this program wrote, to the tap; both pointers are the row's."""
     # Another thread may have written the entry that this one reads.
     tl.debug_barrier()
     for start in range(0, count, CHUNK):
         places = start + tl.arange(0, CHUNK)
         tl.store(tap_lists + places, tl.load(lists + places, mask=places < count), mask=places < count)
-    copy_queries(queries, head_stride, tap_queries, G, D, Q_CHUNK)
 
 
 @triton.jit

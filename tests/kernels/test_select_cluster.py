@@ -28,8 +28,10 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> None:
         simulate_clusters(monkeypatch)
 
 
-def select(case: RuleCase, name: str, size: int, tap: TapPoint | None = None, **options: int) -> SimpleNamespace:
-    """`launch_select_cluster` into poisoned buffers."""
+def select(
+    case: RuleCase, name: str, size: int, tap: TapPoint | None = None, short: int = 0, **options: int
+) -> SimpleNamespace:
+    """`launch_select_cluster` into poisoned buffers; by default all rows are split."""
     log_mass, seq_lens, targets = case.tensors()
     out = poisoned_outputs(case)
     _select_cluster.launch_select_cluster(
@@ -44,10 +46,12 @@ def select(case: RuleCase, name: str, size: int, tap: TapPoint | None = None, **
         case.min_context,
         out.lists,
         out.counts,
+        poisoned(*out.lists.shape),
         out.total,
         out.mask,
         tap,
         size,
+        short=short,
         **options,
     )
     return out
@@ -157,6 +161,20 @@ def test_segments_equal_the_reference(name: str, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", list(RULES))
+@pytest.mark.parametrize("options", [{}, {"levels": 2}, {"min_context": 150}, {"group_size": 7}])
+@interpreted
+@pytest.mark.usefixtures("clusters")
+def test_short_rows_stay_with_one_program(name: str, options: dict[str, Any]) -> None:
+    """Beside long ones: rows of no block, of one, at the border, and beyond it."""
+    lengths = [0, 5, 63 * 8, 64 * 8, 64 * 8 + 1, 90 * 8]
+    targets = [0.9, 0.9, 0.8, 0.5, 0.8, 0.9] if name == "gamma" else [7.0, 7.0, 9.0, 0.5, 30.0, 0.25]
+    chosen: dict[str, Any] = {"sink_tokens": 8, "window_tokens": 20, "group_size": 3, **options}
+    for capacity in (96, 91):
+        case = make_rule_case(lengths, targets, capacity=capacity, kv_heads=1, **chosen)
+        assert_same(case, select(case, name, 8, short=64, thresholds=8, warps=4), reference(case, name))
+
+
+@pytest.mark.parametrize("name", list(RULES))
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @interpreted
 @pytest.mark.usefixtures("clusters")
@@ -204,8 +222,9 @@ def test_forced_blocks_alone_may_do() -> None:
 
 @pytest.mark.parametrize("name", list(RULES))
 @pytest.mark.parametrize("armed", [True, False])
+@pytest.mark.parametrize("short", [0, 64])
 @pytest.mark.usefixtures("clusters")
-def test_the_tap_gets_the_whole_list(name: str, armed: bool) -> None:
+def test_the_tap_gets_the_whole_list(name: str, armed: bool, short: int) -> None:
     size = 8 if INTERPRETED else require_clusters()
     case = make_rule_case([320, 301], [0.8 if name == "gamma" else 9.0] * 2)
     tap = SelectionTap.create(kv_heads=2, group_size=3, head_dim=8, capacity=40, dtype=torch.float16, device=DEVICE)
@@ -213,7 +232,7 @@ def test_the_tap_gets_the_whole_list(name: str, armed: bool) -> None:
     if armed:
         tap.arm(3, 11)
     q = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)).to(torch.float16).to(DEVICE)
-    got = select(case, name, size, TapPoint(tap, 3, q, first_row=10))
+    got = select(case, name, size, TapPoint(tap, 3, q, first_row=10), short)
     if not armed:
         assert (tap.block_lists == -9).all()
         assert tap.seq_len.item() == 0
@@ -245,7 +264,9 @@ def test_clusters_choose_what_single_blocks_choose(name: str, capacity: int) -> 
             case = ragged(name, seed, capacity, kv_heads=2, **options)
             # A count of ties is exact either way; of random shares a rounding may move one.
             moved = 0.0 if "levels" in options and name == "top_k" else 1e-3
-            assert_same(case, select(case, name, size), reference(case, name, "triton"), moved)
+            expected = reference(case, name, "triton")
+            for short in {0, min(capacity, _select_cluster.SHORT_ROW)}:
+                assert_same(case, select(case, name, size, short=short), expected, moved)
 
 
 @pytest.mark.gpu
@@ -254,7 +275,8 @@ def test_every_length_of_a_row() -> None:
     for first in range(0, 300, 30):
         lengths = [blocks * 8 for blocks in range(first, first + 30)]
         case = make_rule_case(lengths, [0.9] * 30, capacity=304, levels=3, sink_tokens=8, window_tokens=16, kv_heads=1)
-        assert_same(case, select(case, "gamma", size), reference(case, "gamma", "triton"), 1e-6)
+        for short in (0, 128):
+            assert_same(case, select(case, "gamma", size, short=short), reference(case, "gamma", "triton"), 1e-6)
 
 
 @pytest.mark.gpu
@@ -274,18 +296,18 @@ def test_launches_in_a_row_and_replays_choose_alike() -> None:
     cases = [ragged("gamma", seed, capacity, kv_heads=1) for seed, capacity in enumerate((8128, 304, 2048, 8128))]
     sizes = _cluster_launch.cluster_sizes(torch.device(DEVICE))
     pairs = [(case, sizes[i % len(sizes)]) for i, case in enumerate(cases)]
-    expected = [select(case, "gamma", size) for case, size in pairs]
+    expected = [select(case, "gamma", size, short=1024) for case, size in pairs]
     torch.cuda.synchronize()
     beside = torch.cuda.Stream()
     a = torch.randn(2048, 2048, device=DEVICE)
     for _ in range(50):
         with torch.cuda.stream(beside):
             a = torch.nn.functional.normalize(a @ a)
-        got = [select(case, "gamma", size) for case, size in pairs]
+        got = [select(case, "gamma", size, short=1024) for case, size in pairs]
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        captured = [select(case, "gamma", size) for case, size in pairs]
+        captured = [select(case, "gamma", size, short=1024) for case, size in pairs]
     for _ in range(50):
         graph.replay()
     torch.cuda.synchronize()
@@ -303,8 +325,9 @@ def test_the_rules_take_clusters_for_few_rows() -> None:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for rows in (1, 8, 16, 32, 64):
         expected = next((size for size in sizes if rows * size <= processors), 1)
-        assert _select_cluster.chosen_size(torch.empty(rows, 1, 4, 256, device=DEVICE)) == expected
+        assert _select_cluster.chosen_size(torch.empty(rows, 1, 4, 2049, device=DEVICE)) == expected
+        assert _select_cluster.chosen_size(torch.empty(rows, 1, 4, 2048, device=DEVICE)) == 1
     beyond = torch.empty(1, 1, 1, sizes[0] * _select_cluster.MAX_SEGMENT + 1, device=DEVICE)
     assert _select_cluster.chosen_size(beyond) == 1
     with _cluster_launch.without_clusters():
-        assert _select_cluster.chosen_size(torch.empty(1, 1, 4, 256, device=DEVICE)) == 1
+        assert _select_cluster.chosen_size(torch.empty(1, 1, 4, 2049, device=DEVICE)) == 1
