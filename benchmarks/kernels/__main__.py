@@ -72,6 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 4, 8, 64])
     parser.add_argument("--context", type=positive, nargs="+", default=[32_768, 130_000])
     parser.add_argument(
+        "--room",
+        type=positive,
+        default=0,
+        metavar="TOKENS",
+        help="that each row has room for, as in a server of longer contexts (default: the context)",
+    )
+    parser.add_argument(
         "--kept",
         nargs="+",
         default=["0.1", "0.3", "1"],
@@ -106,7 +113,11 @@ def main(arguments: list[str] | None = None) -> int:
     read_rate = measure_read_rate()
     print(f"{gpu_name()}, torch {torch.__version__}, read-only rate {read_rate / 1e9:.0f} GB/s")
     suite = Suite(
-        batches=tuple(options.batch), contexts=tuple(options.context), kept=tuple(options.kept), peers=tuple(chosen)
+        batches=tuple(options.batch),
+        contexts=tuple(options.context),
+        kept=tuple(options.kept),
+        peers=tuple(chosen),
+        room=options.room,
     )
     for operation in operations:
         module = importlib.import_module(f".bench_{operation}", __package__)

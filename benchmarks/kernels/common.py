@@ -72,6 +72,8 @@ class Suite:
     """Shares of blocks that attention reads, as `kept_fractions` takes them."""
     peers: tuple[str, ...] = ()
     """Other implementations of attention to time too."""
+    room: int = 0
+    """Tokens that each row has room for at least, as in a server of longer contexts."""
     num_kv_heads: int = 8
     group_size: int = 4
     head_dim: int = 128
@@ -129,6 +131,8 @@ class Suite:
         columns = -(-context // self.page_size)
         start = index * size * columns
         places = (start + torch.arange(size * columns, device=self.device)) % (self.num_pages - 1)
+        page_table = self._page_order[places].view(size, columns)
+        beyond = self.capacity(context) // self.blocks_per_page - columns
         rng = torch.Generator(self.device).manual_seed(index)
         q = torch.randn(
             size,
@@ -141,7 +145,7 @@ class Suite:
         lengths = [max(context - 61 * b, 1) for b in range(size)]
         return Batch(
             q=q,
-            page_table=self._page_order[places].view(size, columns),
+            page_table=torch.nn.functional.pad(page_table, (0, beyond)),
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
         )
 
@@ -152,7 +156,7 @@ class Suite:
 
     def capacity(self, context: int) -> int:
         """Blocks that a row can hold."""
-        return -(-context // self.page_size) * self.blocks_per_page
+        return -(-max(context, self.room) // self.page_size) * self.blocks_per_page
 
     def random_lists(self, batch: Batch, kept: float | str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Ascending random lists of about the share `kept` of each row's blocks.

@@ -101,6 +101,19 @@ def test_shares_of_a_profile_are_kept() -> None:
     assert counts.float().std() / 500 > 0.1
 
 
+@pytest.mark.parametrize(("room", "columns"), [(100, 11), (705, 12), (2000, 32)])
+def test_rows_have_room_for_more(room: int, columns: int) -> None:
+    suite = replace(SUITE, room=room)
+    batch, plain = suite.batch(3, 700, 1), SUITE.batch(3, 700, 1)
+    assert suite.capacity(700) == columns * 4
+    assert batch.page_table.shape == (3, columns)
+    assert torch.equal(batch.page_table[:, :11], plain.page_table)
+    assert not batch.page_table[:, 11:].any()
+    lists, counts = suite.random_lists(batch, "0.5")
+    for row, count in zip(lists.flatten(0, 1), counts.flatten(), strict=True):
+        assert row[:count].max() < 44
+
+
 def test_bytes_are_those_of_the_listed_blocks() -> None:
     inputs, _ = case("0.2")
     blocks = int(inputs.lists[1].sum())
