@@ -181,7 +181,7 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
         "forecast",
         "With offload: what names the next layer's blocks, which are then prefetched: none, query (the next layer's "
         "own query projection), or a file of heads (python -m sglang_sparse.forecast.train). Answers do not depend on "
-        f"it, except with {flag('select_by')} forecast. Unless given: none, and query where it selects.",
+        f"it, except with {flag('select_by')} forecast. Unless given: query, if the model allows it.",
         metavar="{none,query,FILE}",
     )
     add("forecast_budget", "MiB that may be prefetched for a layer in a step.", type=float, metavar="MIB")

@@ -198,8 +198,9 @@ class SparseDecodeOptions:
 
     @property
     def resolved_forecast(self) -> str:
-        """What guesses the next layer's queries; nothing unless given or needed to select."""
-        return self.forecast or ("query" if self.select_by == FORECAST else "none")
+        """What guesses the next layer's queries; unless given, `query` where there is something to prefetch or to
+        select."""
+        return self.forecast or ("query" if self.offload or self.select_by == FORECAST else "none")
 
     @property
     def resolved_tail(self) -> str:

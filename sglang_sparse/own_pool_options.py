@@ -81,7 +81,7 @@ def _check_forecast(options: SparseDecodeOptions) -> None:
     if options.offload:
         if has_budget and options.resolved_forecast == "none":
             raise OptionsError(
-                f"{flag('forecast_budget')} has no effect without {flag('forecast')}: name a forecast or remove "
+                f"{flag('forecast_budget')} has no effect with {flag('forecast')} none: name a forecast or remove "
                 f"{flag('forecast_budget')}"
             )
         return

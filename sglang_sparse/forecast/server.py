@@ -13,6 +13,7 @@ from sglang_sparse.selection_options import FORECAST
 
 from .choice import NONE, QUERY, make_forecast
 from .chooser import ForecastChooser
+from .errors import ForecastError
 from .lookahead import SCORE_BYTES, Lookahead
 from .model_parts import ModelParts, parts_of_sglang
 from .projections import OneVector
@@ -42,14 +43,21 @@ def install_forecast(model: Any, step: DecodeStep, options: SparseDecodeOptions)
 def install_forecasts(model: Any, decode: OffloadedDecode, options: SparseDecodeOptions, scales: list[float]) -> None:
     """As `install_forecast`, and makes the steps of `decode` prefetch what the forecast names.
 
-    Raises ForecastError if the forecast that was asked for cannot be had.
+    Raises ForecastError if a forecast that was asked for cannot be had. Without the default one nothing is prefetched,
+    and a warning says so.
 
     Args:
         scales: of each layer's attention.
     """
     if options.resolved_forecast == NONE:
         return
-    parts, forecast = _forecast(model, options)
+    try:
+        parts, forecast = _forecast(model, options)
+    except ForecastError as error:
+        if options.forecast is not None or options.select_by == FORECAST:
+            raise
+        logger.warning("Sparse decode prefetches nothing, so that steps wait for each block they miss: %s", error)
+        return
     if options.select_by == FORECAST:
         _install_chooser(parts, forecast, decode, options)
     block = decode.missed_block_bytes

@@ -23,9 +23,10 @@ def test_flags_and_transport() -> None:
     assert SparseDecodeOptions.from_mapping(json.loads(options.to_json())) == options
 
 
-def test_nothing_is_forecast_unless_asked_for() -> None:
-    assert SparseDecodeOptions(offload=True).resolved_forecast == "none"
-    assert SparseDecodeOptions(offload=True, forecast="query").resolved_forecast == "query"
+def test_queries_are_forecast_where_there_is_something_to_prefetch() -> None:
+    assert SparseDecodeOptions(offload=True).resolved_forecast == "query"
+    assert SparseDecodeOptions(offload=True, forecast_budget=3).resolved_forecast == "query"
+    assert SparseDecodeOptions(offload=True, forecast="heads").resolved_forecast == "heads"
     assert SparseDecodeOptions().resolved_forecast == "none"
     assert SparseDecodeOptions(offload=True, forecast="none").resolved_forecast == "none"
 
@@ -39,8 +40,8 @@ def test_nothing_is_forecast_unless_asked_for() -> None:
         ({"forecast_budget": "much"}, "--sparse-decode-forecast-budget is 'much': give a number"),
         ({"forecast": "query", "offload": False}, "--sparse-decode-forecast has no effect without --sparse-decode-off"),
         (
-            {"forecast_budget": 3},
-            "--sparse-decode-forecast-budget has no effect without --sparse-decode-forecast: name",
+            {"forecast_budget": 3, "forecast": "none"},
+            "--sparse-decode-forecast-budget has no effect with --sparse-decode-forecast none: name",
         ),
         (
             {"forecast_budget": 3, "offload": False},

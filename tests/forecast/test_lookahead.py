@@ -281,7 +281,7 @@ def test_weights_and_buffers_are_reserved(tmp_path: Path) -> None:
         options = SparseDecodeOptions(offload=True, audit_rate=0, forecast=forecast)
         return memory.step_buffer_bytes(options, GEOMETRY, layers=LAYERS, max_pages=16, max_requests=5)
 
-    assert reserved(None) == reserved("none") == reserved("query") - memory.forecast_bytes(GEOMETRY, 16, 5)
+    assert reserved(None) == reserved("query") == reserved("none") + memory.forecast_bytes(GEOMETRY, 16, 5)
     assert reserved(str(heads)) == reserved("query") + 12345
 
 

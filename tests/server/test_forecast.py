@@ -56,8 +56,9 @@ def resident_answers(start_server: Any, model: Path) -> list[dict[str, Any]]:
 def test_same_tokens_with_any_forecast(
     forecast: str, start_server: Any, model: Path, noise: Path, resident_answers: list[dict[str, Any]]
 ) -> None:
-    choice = str(noise) if forecast == "noise" else forecast
-    server = start_server(model, *FLAGS, *OFFLOAD, *FEW_SLOTS, FORECAST, choice)
+    # `query` is the default.
+    flags = {"query": (), "none": (FORECAST, "none"), "noise": (FORECAST, str(noise))}[forecast]
+    server = start_server(model, *FLAGS, *OFFLOAD, *FEW_SLOTS, *flags)
     server.generate(prompts()[3], 4)
     answers = server.generate_many(prompts(), tokens=40, at_once=8)
     assert_same_answers(answers, resident_answers)
