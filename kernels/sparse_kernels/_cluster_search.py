@@ -100,9 +100,12 @@ def segment_shares(
         )
         # Anew, relative to the row's maxima: equal log masses have equal shares, whatever segment they are in.
         max0, max1, max2, max3 = _apart(lane, highest)
-        mass0 = relative_mass(row0, max0) * factor0
-        mass1 = relative_mass(row1, max1) * factor1
-        shares += mass0 + mass1 + (relative_mass(row2, max2) * factor2 + relative_mass(row3, max3) * factor3)
+        # With products fused by name, as in `relative_mass`: the keys that are counted, in one layout, have to be those
+        # that are kept, in another, to the last bit.
+        shares = tl.fma(relative_mass(row0, max0), factor0, shares)
+        shares = tl.fma(relative_mass(row1, max1), factor1, shares)
+        shares = tl.fma(relative_mass(row2, max2), factor2, shares)
+        shares = tl.fma(relative_mass(row3, max3), factor3, shares)
     return tl.where(valid, shares, 0.0), valid
 
 

@@ -73,8 +73,13 @@ def _load(log_mass, group_stride, head, blocks, blocks_in_row, G: tl.constexpr, 
 
 @triton.jit
 def relative_mass(row, highest):
-    """`exp(row - highest)`; a row without any mass is not shifted."""
-    return score_tile.exp2(row * _LOG2_E - tl.where(highest == float("-inf"), 0.0, highest * _LOG2_E))
+    """`exp(row - highest)`; a row without any mass is not shifted.
+
+    The multiplication is a fused one by name: the compiler may do this twice, in two layouts, and where it is free to
+    fuse it does not always do so alike. Equal shares would then differ by where they are looked at.
+    """
+    shift = tl.where(highest == float("-inf"), 0.0, highest * -_LOG2_E)
+    return score_tile.exp2(tl.fma(row, _LOG2_E, shift))
 
 
 @triton.jit
