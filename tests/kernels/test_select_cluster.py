@@ -296,7 +296,8 @@ def test_launches_in_a_row_and_replays_choose_alike(monkeypatch: pytest.MonkeyPa
     cases = [ragged("gamma", seed, capacity, kv_heads=1) for seed, capacity in enumerate((8128, 304, 2048, 8128))]
     for case in cases:
         # Made once: a graph that is captured cannot copy to the device.
-        monkeypatch.setattr(case, "tensors", lambda made=case.tensors(): made)
+        made = case.tensors()
+        monkeypatch.setattr(case, "tensors", lambda made=made: made)
     sizes = _cluster_launch.cluster_sizes(torch.device(DEVICE))
     pairs = [(case, sizes[i % len(sizes)]) for i, case in enumerate(cases)]
     expected = [select(case, "gamma", size, short=1024) for case, size in pairs]
