@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from sglang_sparse.options import SparseDecodeOptions
 
-FUSED_UP_TO = {2: 1}
-"""By bits of the thumbnails, the largest batch for which `auto` takes the fused pass: the largest where it was not
-slower than lists at any length and kept share, a real model's heads among them, that `python -m benchmarks kernel
-fused_top_delta` was run with on an H200 (docs/performance.md). With the tail: without it the fused pass was 3% slower
-for a real model's heads as long as its shares were equal. Three bits were not measured, nor have been other batches and
-lengths since shares follow what rows kept."""
+FUSED_UP_TO = {(2, True): 4, (2, False): 4, (4, True): 1}
+"""By bits of the thumbnails and whether there is a tail, the largest batch for which `auto` takes the fused pass: the
+largest where it was not slower than lists at any length and kept share, a real model's heads among them, that `python
+-m benchmarks kernel fused_top_delta` was run with on an H200 (docs/performance.md). Without the tail and with 4 bits it
+is up to 4% slower at batch 1; neither three bits nor batches above 4 were measured."""
 
 
 def fused_up_to(options: SparseDecodeOptions) -> int:
     """Largest batch for which `auto` takes the fused pass; 0 for none."""
-    return FUSED_UP_TO.get(options.thumbnail_bits, 0) if options.resolved_tail != "drop" else 0
+    return FUSED_UP_TO.get((options.thumbnail_bits, options.resolved_tail != "drop"), 0)
 
 
 def can_fuse(options: SparseDecodeOptions) -> bool:

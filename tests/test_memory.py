@@ -90,7 +90,9 @@ def test_the_kernels_workspaces_are_reserved(path: str, monkeypatch: pytest.Monk
     assert reserved >= attention == 2 * 4 * (128 + 2) * 4
 
 
-@pytest.mark.parametrize(("path", "bits", "rows"), [("lists", 2, 0), ("auto", 4, 0), ("auto", 2, 1), ("fused", 4, 64)])
+@pytest.mark.parametrize(
+    ("path", "bits", "rows"), [("lists", 2, 0), ("auto", 3, 0), ("auto", 4, 1), ("auto", 2, 4), ("fused", 4, 64)]
+)
 def test_what_rows_kept_before_is_reserved_where_batches_take_the_fused_pass(path: str, bits: int, rows: int) -> None:
     options = SparseDecodeOptions(rule="top-delta", path=path, thumbnail_bits=bits)
     assert paths.most_fused(options, 64) == rows
