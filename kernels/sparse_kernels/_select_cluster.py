@@ -20,24 +20,22 @@ from ._select_row import select_row
 from ._select_single import rows_are_aligned, vector_bound
 from .selection_tap import TapPoint
 
-MAX_SEGMENT = 2048
-"""Blocks of a program at most: more do not fit its registers."""
+MAX_SEGMENT = 1024
+"""Blocks of a program at most. With 2,048 rows in clusters are slower than others: on an H200 8 KV heads of 2,063 to
+8,125 blocks took 27 to 30 microseconds then, and 16 to 19 with a program a row."""
 
 MIN_SEGMENT = 16
 """So that segments begin where vectors do."""
-
-LONG_SEGMENT = 1024
 
 SHORT_ROW = 2048
 """Rows of at most this many blocks are no faster in a cluster: on an H200 8 KV heads of 2,048 blocks took 10.4
 microseconds in clusters, and 8.3 without."""
 
-WARPS, WARPS_OF_LONG = 8, 16
-"""Warps of a program, and of one whose segment is longer than `LONG_SEGMENT`."""
+WARPS = 8
+"""Of a program."""
 
-THRESHOLDS, THRESHOLDS_OF_LONG = 16, 8
-"""Thresholds of a pass. On an H200 32 took longer than 16: passes get fewer by less than each gets longer. In long
-segments each thread compares twice as many blocks, and registers do not hold them with more than 8."""
+THRESHOLDS = 16
+"""Of a pass. On an H200 32 took longer: passes get fewer by less than each gets longer."""
 
 
 def chosen_size(log_mass: torch.Tensor) -> int:
@@ -213,26 +211,23 @@ def launch_select_cluster(
     size: int,
     *,
     short: int = SHORT_ROW,
-    thresholds: int | None = None,
-    warps: int | None = None,
+    thresholds: int = THRESHOLDS,
+    warps: int = WARPS,
 ) -> None:
     """Runs a rule of group `average` with each row split over a cluster of thread blocks.
 
     Args:
-        log_mass: `[B, Hkv, G, N]` fp32, B not 0, N at most `size * MAX_SEGMENT`. All N may be read.
+        log_mass: `[B, Hkv, G, N]` fp32, B not 0. All N may be read.
         targets: top_k if `by_count`, else gamma; fp32 `[>=B]` or `[>=B, Hkv]`.
         size: thread blocks of a cluster, 8 or 16, which the device takes (`chosen_size`); 1 runs the same search
             without clusters, also in the interpreter.
         short: rows of at most this many blocks, 0 or more, are done by the first program of their cluster alone.
-        thresholds: tested in a pass, a power of two, 8 or more; by default what suits a segment.
-        warps: of a thread block; by default what suits a segment.
+        thresholds: tested in a pass, a power of two, 8 or more.
+        warps: of a thread block.
         The others are as in `coverage_rule`.
     """
     batch, kv_heads, group_size, capacity = log_mass.shape
     segment = max(MIN_SEGMENT, triton.next_power_of_2(triton.cdiv(capacity, size)))
-    long = segment > LONG_SEGMENT
-    warps = warps or (WARPS_OF_LONG if long else WARPS)
-    thresholds = thresholds or (THRESHOLDS_OF_LONG if long else THRESHOLDS)
     head_dim = 1 if tap is None else tap.q.shape[2]
     arguments = (
         log_mass,

@@ -118,7 +118,7 @@ def coverage_rule(
     all blocks below gamma, and where `log_mass` holds NaN or +inf. A row that is not empty keeps at least one block.
 
     Args:
-        log_mass: `[B, Hkv, G, N]` fp32; the first `ceil(seq_len / block_size)` entries of a row are read.
+        log_mass: `[B, Hkv, G, N]` fp32; entries of a row from `ceil(seq_len / block_size)` on may hold anything.
         seq_lens: `[>=B]` int32, in tokens; 0 for padded rows, which get empty lists.
         gamma: `[>=B]` or `[>=B, Hkv]` fp32, the coverage asked for.
         group: `average` or `every`.
@@ -127,7 +127,7 @@ def coverage_rule(
         sink_tokens: blocks with a token below this one are forced.
         window_tokens: blocks with one of the last `window_tokens` tokens are forced. Blocks of the open page always
             are.
-        min_context: rows with fewer tokens keep all blocks; their `log_mass` is not read.
+        min_context: rows with fewer tokens keep all blocks; their `log_mass` may hold anything.
         block_lists: `[B, Hkv, N]` int32, output: ascending block indices.
         block_counts: `[B, Hkv]` int32, output: lengths of the lists.
         scratch: `[B, Hkv, N]` fp32; its content on return is undefined.

@@ -131,5 +131,7 @@ SMALL = Sizes(batch=1, group_size=1, head_dim=64, page_size=16, block_size=8, dt
 PHI = Sizes(head_dim=96, group_size=1)
 GEMMA = Sizes(head_dim=256, group_size=2)
 LONG = replace(SMALL, table_pages=16384)
+# The longest rows that are split over clusters of 16 thread blocks.
+HALF = replace(SMALL, table_pages=8192)
 # One request of 130,000 tokens: as few rows as are split over clusters of thread blocks.
 FEW = Sizes(batch=1, table_pages=2032)

@@ -1,7 +1,10 @@
 """Random batches for the selection rules, and what must hold of every list they write."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,12 +13,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from oracles import head_shares
 from sparse_kernels import TapPoint, _select
-from sparse_kernels._cluster_launch import without_clusters
+from sparse_kernels._cluster_launch import cluster_sizes, without_clusters
 
 CAPACITY = 40
 PATHS = ["torch", "triton", "chunked", *(["clusters"] if DEVICE == "cuda" else [])]
 """Reference, kernel with rows in registers, kernel with rows in chunks, and rows split over clusters of thread blocks,
-where the device has them and the rule takes them. `test_select_cluster` has what needs no GPU."""
+however short they are, where the device has them. `test_select_cluster` has what needs no GPU."""
 
 over_paths = pytest.mark.parametrize("path", PATHS)
 
@@ -137,6 +140,25 @@ def rule_cases(targets: st.SearchStrategy[float]) -> st.SearchStrategy[RuleCase]
     return build()
 
 
+@contextmanager
+def split_over_clusters(size: int) -> Iterator[None]:
+    """While it lasts, rules of group `average` split all rows over clusters of `size` blocks, of whatever lengths."""
+    launch = partial(_select.launch_select_cluster, short=0)
+    with (
+        patch.object(_select, "chosen_size", lambda log_mass: size),
+        patch.object(_select, "launch_select_cluster", launch),
+    ):
+        yield
+
+
+def device_clusters() -> int:
+    """Thread blocks of the largest clusters that the device takes; skips the test if there are none."""
+    sizes = cluster_sizes(torch.device(DEVICE))
+    if not sizes:
+        pytest.skip("this device, or Triton, has no clusters")
+    return sizes[0]
+
+
 def run_rule(
     rule,
     name: str,
@@ -160,7 +182,7 @@ def run_rule(
     if path == "chunked":
         _select.SINGLE_SIZES, _select.CHUNK = (), 32
     try:
-        with nullcontext() if path == "clusters" else without_clusters():
+        with split_over_clusters(device_clusters()) if path == "clusters" else without_clusters():
             rule(
                 log_mass,
                 seq_lens,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from factories import DEVICE, poisoned
 from interpreted_clusters import simulate_clusters
-from rule_cases import RuleCase, make_rule_case, mask_of
+from rule_cases import RuleCase, device_clusters, make_rule_case, mask_of, run_rule, split_over_clusters
 from sparse_kernels import SelectionTap, TapPoint, _cluster_launch, _select_cluster, coverage_rule, top_k_rule
 from sparse_kernels._dispatch import INTERPRETED
 
@@ -194,7 +194,7 @@ def test_a_row_without_valid_shares_keeps_all(name: str, value: float) -> None:
 @pytest.mark.usefixtures("clusters")
 def test_equal_blocks_are_equal_in_all_segments(name: str) -> None:
     """Ties take the lower index even where segments have other maxima."""
-    size = 8 if INTERPRETED else require_clusters()
+    size = 8 if INTERPRETED else device_clusters()
     targets = [0.3, 0.5, 0.9] if name == "gamma" else [20.0, 50.0, 100.0]
     case = make_rule_case([1024] * 3, targets, capacity=128, group_size=4, kv_heads=1)
     case.log_mass[:] = torch.tensor([0.3, -1.7, 2.9, 5.1], device=DEVICE)[:, None]
@@ -221,11 +221,27 @@ def test_forced_blocks_alone_may_do() -> None:
 
 
 @pytest.mark.parametrize("name", list(RULES))
+@interpreted
+@pytest.mark.usefixtures("clusters")
+def test_rules_hand_clusters_what_they_were_given(name: str) -> None:
+    """Through the public operation, each of whose arguments matters here."""
+    targets = [0.6, 0.9, 0.8] if name == "gamma" else [12.0, 0.4, 9.0]
+    case = make_rule_case(
+        [320, 301, 90], targets, page_size=32, sink_tokens=20, window_tokens=50, min_context=100, seed=3
+    )
+    total = torch.zeros(2, dtype=torch.int64)
+    with split_over_clusters(8):
+        got = run_rule(RULES[name], name, case, "triton", kept_total=total)
+    assert got == run_rule(RULES[name], name, case, "torch")
+    assert total.tolist() == [sum(len(row[h]) for row in got) for h in range(2)]
+
+
+@pytest.mark.parametrize("name", list(RULES))
 @pytest.mark.parametrize("armed", [True, False])
 @pytest.mark.parametrize("short", [0, 64])
 @pytest.mark.usefixtures("clusters")
 def test_the_tap_gets_the_whole_list(name: str, armed: bool, short: int) -> None:
-    size = 8 if INTERPRETED else require_clusters()
+    size = 8 if INTERPRETED else device_clusters()
     case = make_rule_case([320, 301], [0.8 if name == "gamma" else 9.0] * 2)
     tap = SelectionTap.create(kv_heads=2, group_size=3, head_dim=8, capacity=40, dtype=torch.float16, device=DEVICE)
     tap.block_lists.fill_(-9)
@@ -245,18 +261,11 @@ def test_the_tap_gets_the_whole_list(name: str, armed: bool, short: int) -> None
         assert (tap.block_lists[h, count:] == -9).all()
 
 
-def require_clusters() -> int:
-    sizes = _cluster_launch.cluster_sizes(torch.device(DEVICE))
-    if not sizes:
-        pytest.skip("this device, or Triton, has no clusters")
-    return sizes[0]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(RULES))
-@pytest.mark.parametrize("capacity", [1, 40, 48, 512, 4095, 8128, 16384, 32768])
+@pytest.mark.parametrize("capacity", [1, 40, 48, 512, 4095, 8128, 16384])
 def test_clusters_choose_what_single_blocks_choose(name: str, capacity: int) -> None:
-    require_clusters()
+    device_clusters()
     for size in _cluster_launch.cluster_sizes(torch.device(DEVICE)):
         if capacity > size * _select_cluster.MAX_SEGMENT:
             continue
@@ -271,7 +280,7 @@ def test_clusters_choose_what_single_blocks_choose(name: str, capacity: int) -> 
 
 @pytest.mark.gpu
 def test_every_length_of_a_row() -> None:
-    size = require_clusters()
+    size = device_clusters()
     for first in range(0, 300, 30):
         lengths = [blocks * 8 for blocks in range(first, first + 30)]
         case = make_rule_case(lengths, [0.9] * 30, capacity=304, levels=3, sink_tokens=8, window_tokens=16, kv_heads=1)
@@ -282,7 +291,7 @@ def test_every_length_of_a_row() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("thresholds", "warps"), [(8, 4), (16, 4), (8, 8), (32, 8), (16, 16)])
 def test_thresholds_and_warps_do_not_matter(thresholds: int, warps: int) -> None:
-    require_clusters()
+    device_clusters()
     case = ragged("gamma", 5, 2048, kv_heads=2, levels=5)
     for size in _cluster_launch.cluster_sizes(torch.device(DEVICE)):
         got = select(case, "gamma", size, thresholds=thresholds, warps=warps)
@@ -292,7 +301,7 @@ def test_thresholds_and_warps_do_not_matter(thresholds: int, warps: int) -> None
 @pytest.mark.gpu
 def test_launches_in_a_row_and_replays_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many launches, each on the heels of the one before, with other kernels beside them, eagerly and in a graph."""
-    require_clusters()
+    device_clusters()
     cases = [ragged("gamma", seed, capacity, kv_heads=1) for seed, capacity in enumerate((8128, 304, 2048, 8128))]
     for case in cases:
         # Made once: a graph that is captured cannot copy to the device.
