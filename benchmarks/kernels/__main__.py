@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=positive,
         default=0,
         metavar="TOKENS",
-        help="that each row has room for, as in a server of longer contexts (default: the context)",
+        help="tokens that each row has room for, as in a server of longer contexts, if more than its context",
     )
     parser.add_argument(
         "--kept",

@@ -52,7 +52,7 @@ def run(suite: Suite) -> Iterator[Measurement]:
         for size, context in suite.cases():
             blocks = suite.capacity(context)
             shape = (size, suite.num_kv_heads, blocks)
-            read = size * suite.num_kv_heads * blocks * (vectors + 1) * 4
+            read = size * suite.num_kv_heads * suite.blocks(context) * (vectors + 1) * 4
             calls, results = [], []
             for batch in suite.input_sets(size, context, read):
                 mass_shape = (size, suite.num_kv_heads, vectors, blocks)

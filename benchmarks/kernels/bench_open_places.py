@@ -16,8 +16,8 @@ REQUEST_BYTES = 60
 def run(suite: Suite) -> Iterator[Measurement]:
     """Measures every batch size and context; half of the requests fill a page."""
     for size, context in suite.cases():
-        columns = -(-context // suite.page_size)
-        whole = columns * suite.page_size
+        columns = suite.capacity(context) // suite.blocks_per_page
+        whole = -(-context // suite.page_size) * suite.page_size
         lengths = whole - torch.arange(size, dtype=torch.int32, device=suite.device) % 2
         places = torch.arange(size, device=suite.device).flip(0) * suite.page_size
         rows = torch.arange(size, device=suite.device)

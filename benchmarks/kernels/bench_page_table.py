@@ -16,8 +16,8 @@ SECTOR = 32
 def run(suite: Suite) -> Iterator[Measurement]:
     """Measures every batch size and context."""
     for size, context in suite.cases():
-        columns = -(-context // suite.page_size)
-        moved = size * columns * (SECTOR + 4)
+        columns = suite.capacity(context) // suite.blocks_per_page
+        moved = size * (-(-context // suite.page_size)) * (SECTOR + 4)
         sets = suite.input_sets(size, context, moved)
         offsets = torch.arange(suite.page_size, dtype=torch.int32, device=suite.device)
         rows = torch.arange(size, device=suite.device).flip(0)

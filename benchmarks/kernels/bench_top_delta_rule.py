@@ -20,7 +20,8 @@ def run(suite: Suite) -> Iterator[Measurement]:
         for size, context in suite.cases():
             rows = (size, suite.num_kv_heads)
             shape = (*rows, suite.group_size, suite.capacity(context))
-            sets = suite.input_sets(size, context, 4 * torch.Size(shape).numel())
+            read = 4 * torch.Size((*shape[:3], suite.blocks(context))).numel()
+            sets = suite.input_sets(size, context, read)
             rng = torch.Generator(suite.device).manual_seed(size)
             maxima = [2 * torch.randn(shape, generator=rng, device=suite.device) for _ in sets]
             pseudo = torch.full(shape[:3], 4.0, device=suite.device)
@@ -56,6 +57,6 @@ def run(suite: Suite) -> Iterator[Measurement]:
                 raise RuntimeError(f"top_delta_rule B={size} context={context}: lists differ from the reference")
             blocks = suite.num_kv_heads * int(((sets[0].seq_lens - 1) // suite.block_size + 1).sum())
             kept = int(counts.sum()) / blocks
-            moved = 4 * torch.Size(shape).numel() + 4 * int(counts.sum())
+            moved = read + 4 * int(counts.sum())
             case = f"delta {delta:g}"
             yield Measurement("top_delta_rule", case, size, context, kept, time_in_turn(calls), moved)

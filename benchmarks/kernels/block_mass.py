@@ -39,7 +39,7 @@ def measure_block_mass(
             expected = torch.zeros_like(outs[0][b : b + 1])
             reference(sets[0].request(b), expected)
             check_close(f"{name} {case} B={size} context={context} request {b}", outs[0][b], expected[0], tolerance)
-        moved = read + outs[0].nbytes
+        moved = read + outs[0][..., : suite.blocks(context)].nbytes
         yield Measurement(name, case, size, context, None, time_in_turn(calls), moved)
 
 

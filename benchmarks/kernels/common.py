@@ -154,8 +154,12 @@ class Suite:
         count = min(max(-(-ROTATED_BYTES // max(bytes_read, 1)), 1), MAX_SETS)
         return [self.batch(size, context, index) for index in range(count)]
 
+    def blocks(self, context: int) -> int:
+        """Blocks of a row of `context` tokens, rounded up to whole pages: what operations have to read."""
+        return -(-context // self.page_size) * self.blocks_per_page
+
     def capacity(self, context: int) -> int:
-        """Blocks that a row can hold."""
+        """Blocks that a row has room for."""
         return -(-max(context, self.room) // self.page_size) * self.blocks_per_page
 
     def random_lists(self, batch: Batch, kept: float | str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

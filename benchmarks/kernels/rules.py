@@ -45,7 +45,7 @@ def measure_rule(
     ((target_name, value),) = target.items()
     for size, context in suite.cases():
         capacity = suite.capacity(context)
-        row_bytes = suite.group_size * capacity * 4
+        row_bytes = suite.group_size * suite.blocks(context) * 4
         sets = suite.input_sets(size, context, size * suite.num_kv_heads * row_bytes)
         rng = torch.Generator(suite.device).manual_seed(size)
         shape = (size, suite.num_kv_heads, suite.group_size, capacity)

@@ -14,7 +14,7 @@ from sparse_kernels import sparse_attention_reference
 from benchmarks import peers
 from benchmarks.errors import BenchmarkError
 from benchmarks.kernels import bench_sparse_attention as attention_benchmark
-from benchmarks.kernels import pages
+from benchmarks.kernels import block_mass, pages, rules
 from benchmarks.kernels.bench_sparse_attention import bytes_to_move, make_lists, peer_inputs
 from benchmarks.kernels.common import Measurement, Suite, result_rows
 from benchmarks.peers import flashinfer_paged, flashinfer_variable, sdpa
@@ -112,6 +112,24 @@ def test_rows_have_room_for_more(room: int, columns: int) -> None:
     lists, counts = suite.random_lists(batch, "0.5")
     for row, count in zip(lists.flatten(0, 1), counts.flatten(), strict=True):
         assert row[:count].max() < 44
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *("coverage_rule", "top_k_rule", "top_delta_rule", "expected_blocks"),
+        *("block_mass_thumbnail", "block_score_strided", "page_table", "open_places"),
+    ],
+)
+def test_room_does_not_count_as_read(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    bench = importlib.import_module(f"benchmarks.kernels.bench_{operation}")
+    for module in (bench, rules, block_mass):
+        monkeypatch.setattr(module, "time_in_turn", lambda calls: 1.0, raising=False)
+    small = replace(SUITE, batches=(2,), contexts=(300,))
+    plain, roomy = ([row.bytes for row in bench.run(suite)] for suite in (small, replace(small, room=2000)))
+    assert plain
+    # Which blocks the random values list differs a little with the shape that they are drawn for.
+    assert roomy == pytest.approx(plain, rel=0.1)
 
 
 def test_bytes_are_those_of_the_listed_blocks() -> None:
