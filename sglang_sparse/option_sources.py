@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
             flag(name),
             dest=f"{_DEST}_{name}",
             default=argparse.SUPPRESS,
-            help=f"{help_text} (default: {shown})",
+            help=help_text if "Unless given" in help_text else f"{help_text} (default: {shown})",
             **kwargs,
         )
 

@@ -25,9 +25,11 @@ def write_random_model(
     kv_heads: int = 2,
     head_dim: int = 64,
     seed: int = 0,
+    bfloat16: bool = False,
     **config: object,
 ) -> Path:
-    """Writes config, tokenizer and fp32 weights of a random model into `folder` and returns it."""
+    """Writes config, tokenizer and fp32 weights of a random model into `folder` and returns it. With `bfloat16` the
+    weights are ones that bfloat16 holds."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     intermediate = 2 * hidden
@@ -56,7 +58,8 @@ def write_random_model(
     (folder / "config.json").write_text(json.dumps(settings))
 
     def weight(*shape: int, scale: float | None = None) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * (scale or shape[-1] ** -0.5)
+        random = torch.randn(shape, generator=generator) * (scale or shape[-1] ** -0.5)
+        return random.bfloat16().float() if bfloat16 else random
 
     tensors = {
         "model.embed_tokens.weight": weight(VOCAB, hidden, scale=1.0),

@@ -56,7 +56,11 @@ def install_forecasts(model: Any, decode: OffloadedDecode, options: SparseDecode
     except ForecastError as error:
         if options.forecast is not None or options.select_by == FORECAST:
             raise
-        logger.warning("Sparse decode prefetches nothing, so that steps wait for each block they miss: %s", error)
+        logger.warning(
+            "Sparse decode prefetches nothing, so that steps wait for each block they miss, and what was reserved for "
+            "a forecast stays unused: %s",
+            error,
+        )
         return
     if options.select_by == FORECAST:
         _install_chooser(parts, forecast, decode, options)

@@ -11,6 +11,7 @@ import torch
 
 from sglang_sparse import sglang_compat
 from sglang_sparse.backend import SparseDecodeBackend
+from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.observe.counters import Reading
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.self_check import SELF_CHECK_VARIABLE
@@ -24,7 +25,7 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     options = backend.step.options
     block: dict[str, Any] = {
         "options": json.loads(options.to_json())
-        | {"tail": options.resolved_tail, "delta": _delta(options), "forecast": options.resolved_forecast},
+        | {"tail": options.resolved_tail, "delta": _delta(options), "forecast": _forecast(backend.step)},
         "tp_size": 1,
         "page_size": backend.step.geometry.page_size,
         "summary_bytes": backend.step.summaries.bytes,
@@ -42,6 +43,11 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     if os.environ.get(SELF_CHECK_VARIABLE) == "1":
         block["self_check"] = self_check(backend, scheduler)
     return block
+
+
+def _forecast(step: DecodeStep) -> str:
+    """What forecasts in fact: a model may have none where the options ask for nothing."""
+    return "none" if step.forecast_totals is None and step.chooser is None else step.options.resolved_forecast
 
 
 def _delta(options: SparseDecodeOptions) -> float | None:

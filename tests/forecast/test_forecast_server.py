@@ -30,8 +30,9 @@ def test_without_the_default_forecast_nothing_is_prefetched_and_a_line_says_so(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(
-        "Sparse decode prefetches nothing, so that steps wait for each block they miss: there are no forecasts for "
-        "GraniteForCausalLM: use --sparse-decode-forecast none, or one of LlamaForCausalLM"
+        "Sparse decode prefetches nothing, so that steps wait for each block they miss, and what was reserved for a "
+        "forecast stays unused: there are no forecasts for GraniteForCausalLM: use --sparse-decode-forecast none, or "
+        "one of LlamaForCausalLM"
     )
 
 

@@ -19,15 +19,16 @@ from sglang_sparse.forecast.projections import folded_forecast
 
 pytestmark = pytest.mark.server
 
-FEW_SLOTS = ("--sparse-decode-hot-cache", f"{0.0001 * KV_ITEM_BYTES:.4f}")
+FEW_SLOTS = ("--sparse-decode-hot-cache", f"{0.0005 * KV_ITEM_BYTES:.4f}GiB")
 FORECAST = "--sparse-decode-forecast"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers, of which two are forecast; normed heads."""
+    """Three layers, of which two are forecast; normed heads. Made in bfloat16, so that its hash is the same in all
+    dtypes that servers use."""
     folder = tmp_path_factory.mktemp("random-qwen3")
-    return write_random_model(folder, architecture="Qwen3ForCausalLM", layers=3, tie_word_embeddings=False)
+    return write_random_model(folder, architecture="Qwen3ForCausalLM", layers=3, bfloat16=True)
 
 
 def parts_of(folder: Path) -> ModelParts:
@@ -66,6 +67,7 @@ def test_same_tokens_with_any_forecast(
     offload, check = info["offload"], info["self_check"]
     assert check["stale_pages"] == check["wrong_slots"] == 0
     assert offload["misses"] > 0
+    assert info["options"]["forecast"] == {"noise": str(noise)}.get(forecast, forecast)
     shown = offload["forecast"]
     if forecast == "none":
         assert shown is None

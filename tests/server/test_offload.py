@@ -18,7 +18,8 @@ FLAGS = (
     *("--max-total-tokens", "4096"),
 )
 OFFLOAD = ("--sparse-decode-offload", "--sparse-decode-host-memory", "0.2")
-FEW_SLOTS = f"{0.00005 * KV_ITEM_BYTES:.4f}"
+FEW_SLOTS = f"{0.0005 * KV_ITEM_BYTES:.4f}GiB"
+"""Of the same number on any device, and not a share of its memory."""
 HOT_CACHES = {"no slots": ("0",), "few slots": (FEW_SLOTS,), "ample": ()}
 
 
