@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from sglang_sparse.options import SparseDecodeOptions
 
-FUSED_UP_TO = {(2, True): 4, (2, False): 4, (4, True): 1}
-"""By bits of the thumbnails and whether there is a tail, the largest batch for which `auto` takes the fused pass: the
-largest where it was not slower than lists at any length and kept share, a real model's heads among them, that `python
--m benchmarks kernel fused_top_delta` was run with on an H200 (docs/performance.md). Without the tail and with 4 bits it
-is up to 4% slower at batch 1; neither three bits nor batches above 4 were measured."""
+FUSED_BATCHES: dict[tuple[int, bool], tuple[int, ...]] = {(2, False): (4,)}
+"""By bits of the thumbnails and whether there is a tail, the batches for which `auto` takes the fused pass: those for
+which it was not slower than lists at any length, from 8,192 to 262,144 tokens, and any kept share, a real model's heads
+among them, that `python -m benchmarks kernel fused_top_delta` was run with on an H200. It is faster at 130,000 tokens
+and more for others too, and slower at 32,768 (docs/performance.md). Measured were batches 1, 2 and 4, and 2 and 4
+bits."""
 
 
-def fused_up_to(options: SparseDecodeOptions) -> int:
-    """Largest batch for which `auto` takes the fused pass; 0 for none."""
-    return FUSED_UP_TO.get((options.thumbnail_bits, options.resolved_tail != "drop"), 0)
+def fused_batches(options: SparseDecodeOptions) -> tuple[int, ...]:
+    """Batches for which `auto` takes the fused pass, ascending."""
+    return FUSED_BATCHES.get((options.thumbnail_bits, options.resolved_tail != "drop"), ())
 
 
 def can_fuse(options: SparseDecodeOptions) -> bool:
@@ -30,19 +31,21 @@ def takes_fused(options: SparseDecodeOptions, batch: int) -> bool:
     """Whether a batch of `batch` requests takes the fused pass."""
     if not can_fuse(options) or options.path == "lists":
         return False
-    return options.path == "fused" or batch <= fused_up_to(options)
+    return options.path == "fused" or batch in fused_batches(options)
 
 
 def ever_fused(options: SparseDecodeOptions) -> bool:
     """Whether any batch takes the fused pass."""
-    return takes_fused(options, 1)
+    return can_fuse(options) and options.path != "lists" and (options.path == "fused" or bool(fused_batches(options)))
 
 
 def most_fused(options: SparseDecodeOptions, max_requests: int) -> int:
     """The largest batch that takes the fused pass, of batches up to `max_requests`; 0 if none does."""
     if not ever_fused(options):
         return 0
-    return max_requests if options.path == "fused" else min(max_requests, fused_up_to(options))
+    if options.path == "fused":
+        return max_requests
+    return max((batch for batch in fused_batches(options) if batch <= max_requests), default=0)
 
 
 def ever_lists(options: SparseDecodeOptions) -> bool:
@@ -54,4 +57,6 @@ def describe(options: SparseDecodeOptions) -> str:
     """The paths of the options, for the log."""
     if not ever_fused(options):
         return "lists (chosen by auto)" if can_fuse(options) and options.path == "auto" else "lists"
-    return f"fused up to batch {fused_up_to(options)}, then lists (chosen by auto)" if ever_lists(options) else "fused"
+    if not ever_lists(options):
+        return "fused"
+    return f"fused at batch {', '.join(map(str, fused_batches(options)))}, else lists (chosen by auto)"

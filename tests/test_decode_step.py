@@ -304,8 +304,8 @@ def test_the_fused_pass_gives_what_lists_give(changes: dict) -> None:
 
 def test_auto_picks_by_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     options = SparseDecodeOptions(rule="top-delta", delta=0.1, min_context=0, window_tokens=16)
-    monkeypatch.setattr(paths, "FUSED_UP_TO", {(options.thumbnail_bits, True): 2})
-    assert paths.describe(options) == "fused up to batch 2, then lists (chosen by auto)"
+    monkeypatch.setattr(paths, "FUSED_BATCHES", {(options.thumbnail_bits, True): (1, 2)})
+    assert paths.describe(options) == "fused at batch 1, 2, else lists (chosen by auto)"
     assert paths.describe(replace(options, thumbnail_bits=3)) == "lists (chosen by auto)"
     assert paths.describe(replace(options, tail="drop")) == "lists (chosen by auto)"
     assert paths.describe(replace(options, path="lists")) == "lists"

@@ -91,10 +91,11 @@ def test_the_kernels_workspaces_are_reserved(path: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("path", "bits", "rows"), [("lists", 2, 0), ("auto", 3, 0), ("auto", 4, 1), ("auto", 2, 4), ("fused", 4, 64)]
+    ("path", "tail", "rows"), [("lists", "drop", 0), ("auto", "mean", 0), ("auto", "drop", 4), ("fused", "mean", 64)]
 )
-def test_what_rows_kept_before_is_reserved_where_batches_take_the_fused_pass(path: str, bits: int, rows: int) -> None:
-    options = SparseDecodeOptions(rule="top-delta", path=path, thumbnail_bits=bits)
+def test_what_rows_kept_before_is_reserved_where_batches_take_the_fused_pass(path: str, tail: str, rows: int) -> None:
+    options = SparseDecodeOptions(rule="top-delta", path=path, thumbnail_bits=2, tail=tail)
+    assert paths.most_fused(options, 3) == (3 if path == "fused" else 0)
     assert paths.most_fused(options, 64) == rows
     made = [
         DecodeBuffers(
