@@ -27,6 +27,10 @@ MAX_SEGMENT = 1024
 MIN_SEGMENT = 16
 """So that segments begin where vectors do."""
 
+SPARE_SHARE = 64
+"""Of a capacity that share need not be in segments, if they are half as long for it: rows that are longer than these
+are done by one program. A server's rows have room for a page more than its context, which no request fills."""
+
 SHORT_ROW = 2048
 """Rows of at most this many blocks are no faster in a cluster: on an H200 8 KV heads of 2,048 blocks took 10.4
 microseconds in clusters, and 8.3 without."""
@@ -49,9 +53,14 @@ def chosen_size(log_mass: torch.Tensor) -> int:
         return 1
     rows = batch * kv_heads
     for size in cluster_sizes(log_mass.device):
-        if rows * size <= multiprocessors(log_mass.device.index) and capacity <= size * MAX_SEGMENT:
+        if rows * size <= multiprocessors(log_mass.device.index) and segment_size(capacity, size) <= MAX_SEGMENT:
             return size
     return 1
+
+
+def segment_size(capacity: int, size: int) -> int:
+    """Blocks of each of a row's `size` programs, for rows of up to `capacity`."""
+    return max(MIN_SEGMENT, triton.next_power_of_2(triton.cdiv(capacity - capacity // SPARE_SHARE, size)))
 
 
 @triton.jit(do_not_specialize=["sink_blocks", "window_tokens", "min_context", "layer", "first_row"])
@@ -101,6 +110,7 @@ def _select_cluster_kernel(
     T: tl.constexpr,
     SHORT: tl.constexpr,
     SHORT_CHUNK: tl.constexpr,
+    LONGER: tl.constexpr,
     ALIGNED: tl.constexpr,
     D: tl.constexpr,
     Q_CHUNK: tl.constexpr,
@@ -126,8 +136,11 @@ def _select_cluster_kernel(
         tapped = (tl.load(tap_target) == layer) & (tl.load(tap_target + 1) == first_row + b)
     blocks_in_row = tl.cdiv(length, BLOCK)
     count = blocks_in_row
+    alone = blocks_in_row <= SHORT
+    if LONGER:
+        alone = alone | (blocks_in_row > K * N)
     # The cluster's programs agree on this, and on all conditions around exchanges below.
-    if blocks_in_row <= SHORT:
+    if alone:
         if segment == 0:
             count = select_row(
                 mass,
@@ -147,7 +160,7 @@ def _select_cluster_kernel(
                 BLOCK,
                 SHORT_CHUNK,
                 (SHORT_CHUNK,),
-                False,
+                LONGER,
                 ALIGNED,
             )
             if tap_target is not None:  # noqa: SIM102 - a condition of the compiler's
@@ -221,13 +234,14 @@ def launch_select_cluster(
         targets: top_k if `by_count`, else gamma; fp32 `[>=B]` or `[>=B, Hkv]`.
         size: thread blocks of a cluster, 8 or 16, which the device takes (`chosen_size`); 1 runs the same search
             without clusters, also in the interpreter.
-        short: rows of at most this many blocks, 0 or more, are done by the first program of their cluster alone.
+        short: rows of at most this many blocks, 0 or more, are done by the first program of their cluster alone, as are
+            rows longer than all segments (`SPARE_SHARE`).
         thresholds: tested in a pass, a power of two, 8 or more.
         warps: of a thread block.
         The others are as in `coverage_rule`.
     """
     batch, kv_heads, group_size, capacity = log_mass.shape
-    segment = max(MIN_SEGMENT, triton.next_power_of_2(triton.cdiv(capacity, size)))
+    segment = segment_size(capacity, size)
     head_dim = 1 if tap is None else tap.q.shape[2]
     arguments = (
         log_mass,
@@ -267,6 +281,7 @@ def launch_select_cluster(
         "T": thresholds,
         "SHORT": short,
         "SHORT_CHUNK": max(MIN_SEGMENT, triton.next_power_of_2(short)),
+        "LONGER": capacity > size * segment,
         "ALIGNED": rows_are_aligned(log_mass, kept_mask),
         "D": head_dim,
         "Q_CHUNK": triton.next_power_of_2(group_size * head_dim),

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import sparse_kernels as sk
 import torch
-from compile_sizes import FEW, GEMMA, HALF, LLAMA, LONG, MIN_CONTEXT, PHI, QWEN, SMALL, Sizes, int32
+from compile_sizes import FEW, GEMMA, HALF, LLAMA, LONG, MIN_CONTEXT, PHI, QWEN, SERVED, SMALL, Sizes, int32
 from sparse_kernels import _cluster_launch, _select
 
 
@@ -345,6 +345,7 @@ CASES = [
     *(case(select, group, QWEN, "top_k_rule", group, False, op="top_k_rule") for group in ("average", "every")),
     case(select_in_clusters, "clusters-of-16", LLAMA, "coverage_rule", 16, True, op="coverage_rule"),
     case(select_in_clusters, "clusters-of-8", FEW, "coverage_rule", 8, False, op="coverage_rule"),
+    case(select_in_clusters, "clusters-spare", SERVED, "coverage_rule", 16, True, op="coverage_rule"),
     case(select_in_clusters, "clusters-long", HALF, "coverage_rule", 16, False, op="coverage_rule"),
     case(select_in_clusters, "clusters", replace(QWEN, group_size=16), "top_k_rule", 16, True, op="top_k_rule"),
     *(case(check_clusters, f"of-{size}", size, op="prepare_clusters") for size in _cluster_launch.SIZES),

@@ -135,3 +135,5 @@ LONG = replace(SMALL, table_pages=16384)
 HALF = replace(SMALL, table_pages=8192)
 # One request of 130,000 tokens: as few rows as are split over clusters of thread blocks.
 FEW = Sizes(batch=1, table_pages=2032)
+# One of 131,072 tokens in a server, whose rows have room for a page more.
+SERVED = Sizes(batch=1, table_pages=2049)

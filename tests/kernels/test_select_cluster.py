@@ -174,6 +174,25 @@ def test_short_rows_stay_with_one_program(name: str, options: dict[str, Any]) ->
         assert_same(case, select(case, name, 8, short=64, thresholds=8, warps=4), reference(case, name))
 
 
+def test_segments_hold_what_a_server_fills() -> None:
+    """Rows of 131,072 tokens have room for a page more."""
+    size = _select_cluster.segment_size
+    assert [size(capacity, 16) for capacity in (8128, 8192, 8196, 8320, 8324)] == [512, 512, 512, 512, 1024]
+    assert [size(capacity, 8) for capacity in (1, 128, 129, 131, 4100)] == [16, 16, 16, 32, 512]
+
+
+@pytest.mark.parametrize("name", list(RULES))
+@pytest.mark.parametrize("short", [0, 32])
+@interpreted
+@pytest.mark.usefixtures("clusters")
+def test_rows_longer_than_all_segments_stay_with_one_program(name: str, short: int) -> None:
+    lengths = [127 * 8, 128 * 8, 128 * 8 + 1, 129 * 8, 130 * 8, 30 * 8]
+    targets = [0.9, 0.8, 0.5, 0.8, 0.9, 0.7] if name == "gamma" else [7.0, 9.0, 0.5, 30.0, 0.25, 5.0]
+    case = make_rule_case(lengths, targets, capacity=130, kv_heads=1, sink_tokens=8, window_tokens=20, min_context=300)
+    assert _select_cluster.segment_size(130, 8) * 8 == 128
+    assert_same(case, select(case, name, 8, short=short, thresholds=8, warps=4), reference(case, name))
+
+
 @pytest.mark.parametrize("name", list(RULES))
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @interpreted
@@ -263,11 +282,11 @@ def test_the_tap_gets_the_whole_list(name: str, armed: bool, short: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(RULES))
-@pytest.mark.parametrize("capacity", [1, 40, 48, 512, 4095, 8128, 16384])
+@pytest.mark.parametrize("capacity", [1, 40, 48, 512, 4095, 8128, 8196, 16384])
 def test_clusters_choose_what_single_blocks_choose(name: str, capacity: int) -> None:
     device_clusters()
     for size in _cluster_launch.cluster_sizes(torch.device(DEVICE)):
-        if capacity > size * _select_cluster.MAX_SEGMENT:
+        if _select_cluster.segment_size(capacity, size) > _select_cluster.MAX_SEGMENT:
             continue
         for seed, options in enumerate(({}, {"levels": 4}, {"group_size": 16}, {"spread": 0.2, "group_size": 1})):
             case = ragged(name, seed, capacity, kv_heads=2, **options)
@@ -340,7 +359,7 @@ def test_the_rules_take_clusters_for_few_rows() -> None:
         expected = next((size for size in sizes if rows * size <= processors), 1)
         assert _select_cluster.chosen_size(torch.empty(rows, 1, 4, 2049, device=DEVICE)) == expected
         assert _select_cluster.chosen_size(torch.empty(rows, 1, 4, 2048, device=DEVICE)) == 1
-    beyond = torch.empty(1, 1, 1, sizes[0] * _select_cluster.MAX_SEGMENT + 1, device=DEVICE)
+    beyond = torch.empty(1, 1, 1, sizes[0] * _select_cluster.MAX_SEGMENT * 3 // 2, device=DEVICE)
     assert _select_cluster.chosen_size(beyond) == 1
     with _cluster_launch.without_clusters():
         assert _select_cluster.chosen_size(torch.empty(1, 1, 4, 2049, device=DEVICE)) == 1
