@@ -127,7 +127,7 @@ def served(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> FakeServer:
         client.start_seconds = 0.0
         yield client
 
-    server.delay = 0.01
+    server.delay = 0.03
     for module in (tpot, load):
         monkeypatch.setattr(module, "Server", start)
         monkeypatch.setattr(module, "require_cuda", lambda: None)
