@@ -17,46 +17,44 @@ and more for others too, and slower at 32,768 (docs/performance.md). Measured we
 bits."""
 
 
-def fused_batches(options: SparseDecodeOptions) -> tuple[int, ...]:
-    """Batches for which `auto` takes the fused pass, ascending."""
-    return FUSED_BATCHES.get((options.thumbnail_bits, options.resolved_tail != "drop"), ())
-
-
 def can_fuse(options: SparseDecodeOptions) -> bool:
     """Whether there is a fused pass for the rule and the estimator."""
     return options.rule == "top-delta" and options.estimator == "thumbnail"
 
 
+def always_fused(options: SparseDecodeOptions) -> bool:
+    """Whether all batches take the fused pass."""
+    return can_fuse(options) and options.path == "fused"
+
+
+def fused_batches(options: SparseDecodeOptions) -> tuple[int, ...]:
+    """Batches for which `auto`, if it is what chooses, takes the fused pass; ascending."""
+    if not can_fuse(options) or options.path != "auto":
+        return ()
+    return FUSED_BATCHES.get((options.thumbnail_bits, options.resolved_tail != "drop"), ())
+
+
 def takes_fused(options: SparseDecodeOptions, batch: int) -> bool:
     """Whether a batch of `batch` requests takes the fused pass."""
-    if not can_fuse(options) or options.path == "lists":
-        return False
-    return options.path == "fused" or batch in fused_batches(options)
-
-
-def ever_fused(options: SparseDecodeOptions) -> bool:
-    """Whether any batch takes the fused pass."""
-    return can_fuse(options) and options.path != "lists" and (options.path == "fused" or bool(fused_batches(options)))
+    return always_fused(options) or batch in fused_batches(options)
 
 
 def most_fused(options: SparseDecodeOptions, max_requests: int) -> int:
     """The largest batch that takes the fused pass, of batches up to `max_requests`; 0 if none does."""
-    if not ever_fused(options):
-        return 0
-    if options.path == "fused":
+    if always_fused(options):
         return max_requests
     return max((batch for batch in fused_batches(options) if batch <= max_requests), default=0)
 
 
 def ever_lists(options: SparseDecodeOptions) -> bool:
     """Whether some batch takes block lists."""
-    return not (can_fuse(options) and options.path == "fused")
+    return not always_fused(options)
 
 
 def describe(options: SparseDecodeOptions) -> str:
     """The paths of the options, for the log."""
-    if not ever_fused(options):
-        return "lists (chosen by auto)" if can_fuse(options) and options.path == "auto" else "lists"
-    if not ever_lists(options):
+    if always_fused(options):
         return "fused"
-    return f"fused at batch {', '.join(map(str, fused_batches(options)))}, else lists (chosen by auto)"
+    if batches := fused_batches(options):
+        return f"fused at batch {', '.join(map(str, batches))}, else lists (chosen by auto)"
+    return "lists (chosen by auto)" if can_fuse(options) and options.path == "auto" else "lists"

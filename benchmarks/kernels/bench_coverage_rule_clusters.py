@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sparse_kernels import coverage_rule, coverage_rule_reference
 from sparse_kernels._cluster_launch import cluster_sizes
-from sparse_kernels._select_cluster import MAX_SEGMENT, launch_select_cluster
+from sparse_kernels._select_cluster import MAX_SEGMENT, launch_select_cluster, segment_size
 
 from .common import Measurement, Suite
 from .rules import SINGLE, measure_rule
@@ -26,7 +26,7 @@ def run(suite: Suite) -> Iterator[Measurement]:
     )
     longest = suite.capacity(max(suite.contexts))
     for size in cluster_sizes(torch.device(suite.device)):
-        if longest > size * MAX_SEGMENT:
+        if segment_size(longest, size) > MAX_SEGMENT:
             continue
         for warps, thresholds in WAYS:
             yield from measure_rule(
@@ -43,7 +43,7 @@ def run(suite: Suite) -> Iterator[Measurement]:
 
 
 def _in_clusters(size: int, warps: int, thresholds: int, log_mass: torch.Tensor, **given: Any) -> None:
-    """`coverage_rule` in clusters of a given kind."""
+    """`coverage_rule` in clusters of a given kind, short rows too."""
     launch_select_cluster(
         log_mass,
         given["seq_lens"],
@@ -57,6 +57,7 @@ def _in_clusters(size: int, warps: int, thresholds: int, log_mass: torch.Tensor,
         given["kept_mask"],
         given["tap"],
         size,
+        short=0,
         thresholds=thresholds,
         warps=warps,
     )

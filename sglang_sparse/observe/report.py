@@ -25,7 +25,7 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     options = backend.step.options
     block: dict[str, Any] = {
         "options": json.loads(options.to_json())
-        | {"tail": options.resolved_tail, "delta": _delta(options), "forecast": _forecast(backend.step)},
+        | {"tail": options.resolved_tail, "delta": _delta(options), "forecast": forecast_in_use(backend.step)},
         "tp_size": 1,
         "page_size": backend.step.geometry.page_size,
         "summary_bytes": backend.step.summaries.bytes,
@@ -45,7 +45,7 @@ def server_info(backend: SparseDecodeBackend, scheduler: Any) -> dict[str, Any]:
     return block
 
 
-def _forecast(step: DecodeStep) -> str:
+def forecast_in_use(step: DecodeStep) -> str:
     """What forecasts in fact: a model may have none where the options ask for nothing."""
     return "none" if step.forecast_totals is None and step.chooser is None else step.options.resolved_forecast
 

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_sparse.forecast.errors import ForecastError
 from sglang_sparse.forecast.server import install_forecasts
+from sglang_sparse.observe.report import forecast_in_use
 from sglang_sparse.options import SparseDecodeOptions
 
 
@@ -47,3 +49,11 @@ def test_with_none_there_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> 
 def test_a_forecast_that_was_asked_for_is_not_left_out(options: dict[str, Any]) -> None:
     with pytest.raises(ForecastError, match="there are no forecasts for GraniteForCausalLM"):
         install(**options)
+
+
+@pytest.mark.parametrize(
+    ("totals", "chooser", "shown"), [(None, None, "none"), (torch.zeros(1, 2), None, "query"), (None, "any", "query")]
+)
+def test_what_is_reported_is_the_forecast_that_there_is(totals: Any, chooser: Any, shown: str) -> None:
+    step = SimpleNamespace(forecast_totals=totals, chooser=chooser, options=SparseDecodeOptions(offload=True))
+    assert forecast_in_use(step) == shown  # type: ignore[arg-type]
