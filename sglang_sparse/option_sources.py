@@ -32,7 +32,7 @@ _OF_ONE_RULE = (("top_k", "top-k"), ("delta", "top-delta"), ("path", "top-delta"
 
 PRESETS: dict[str, dict[str, Any]] = {
     "moira": {"estimator": "mean-variance", "gamma": 0.99, "block_size": 16, "rule": "coverage", "tail": "drop"},
-    "ffd": {"estimator": "thumbnail", "thumbnail_bits": 2, "rule": "top-delta", "tail": "drop"},
+    "ffd": {"estimator": "ffd", "rule": "top-delta", "tail": "drop"},
     # 64 blocks of 64 and a window of 32: 6,144 tokens, 4.7% of 131,072.
     "sparda": {
         "estimator": "strided-mean",
@@ -102,7 +102,12 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     )
     add("gamma", "Share of the attention mass that the blocks read must cover, above 0 and at most 1.", type=float)
     add("estimator", "How the mass of a block is estimated without reading its keys.", metavar=_braces(ESTIMATORS))
-    add("thumbnail_bits", "Bits a channel in the thumbnail estimator.", type=int, metavar=_braces(THUMBNAIL_BITS))
+    add(
+        "thumbnail_bits",
+        "Bits a channel in the thumbnail estimator; 2 with ffd.",
+        type=int,
+        metavar=_braces(THUMBNAIL_BITS),
+    )
     add(
         "block_size",
         "Tokens in a block, the unit of selection; divides the page size.",
@@ -188,7 +193,7 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     add(
         "preset",
         "Settings after a published method, to compare with: moira (mean and variance of 16-token blocks, gamma 0.99), "
-        "ffd (2-bit keys, top-delta), sparda (a forecast chooses 96 blocks of 64, which changes the output). Other "
+        "ffd (its 2-bit keys, top-delta), sparda (a forecast chooses 96 blocks of 64, which changes the output). Other "
         "flags and the config win over it.",
         metavar=_braces(tuple(PRESETS)),
     )

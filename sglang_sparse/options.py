@@ -28,22 +28,23 @@ from sglang_sparse.option_values import flag as flag
 from sglang_sparse.own_pool_options import FLOAT8_HOST as FLOAT8_HOST
 from sglang_sparse.own_pool_options import HOST_DTYPES as HOST_DTYPES
 from sglang_sparse.own_pool_options import check_kv_format, check_offload
-from sglang_sparse.selection_options import FORECAST, STRIDED_MEAN, check_selection
+from sglang_sparse.selection_options import FFD, FORECAST, STRIDED_MEAN, THUMBNAILS, check_selection
 from sglang_sparse.selection_options import SELECT_BY as SELECT_BY
 
 ENVIRONMENT_VARIABLE = "SGLANG_SPARSE_DECODE_OPTIONS"
 """Carries the options, as JSON, from the process that parsed them to SGLang's scheduler processes."""
 
-ESTIMATORS = ("thumbnail", "mean", "mean-variance", "minmax", "exact", STRIDED_MEAN)
+ESTIMATORS = ("thumbnail", FFD, "mean", "mean-variance", "minmax", "exact", STRIDED_MEAN)
 RULES = ("coverage", "top-k", "top-delta", "all")
 GROUPS = ("average", "every")
 TAILS = ("mean", "drop")
 PATHS = ("auto", "lists", "fused")
 DEFAULT_DELTA = 6.0
-SCORE_ESTIMATORS = ("thumbnail", "exact")
+SCORE_ESTIMATORS = ("thumbnail", FFD, "exact")
 """Estimators that guess single tokens' scores, which rule top-delta compares."""
 MASS_ESTIMATORS = ("thumbnail", "exact")
-"""Estimators whose masses are close enough to the true ones to weigh values with; minmax and mean give bounds."""
+"""Estimators whose masses are close enough to the true ones to weigh values with; minmax and mean give bounds, and
+FFD's codes are too coarse."""
 THUMBNAIL_BITS = (2, 3, 4)
 BLOCK_SIZES = (8, 16, 32, 64)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -280,11 +281,11 @@ class SparseDecodeOptions:
         check_choice("path", self.path, PATHS)
         if self.path != "fused":
             return
-        for name, value, needed in (("rule", self.rule, "top-delta"), ("estimator", self.estimator, "thumbnail")):
-            if value != needed:
+        for name, value, needed in (("rule", self.rule, ("top-delta",)), ("estimator", self.estimator, THUMBNAILS)):
+            if value not in needed:
                 raise OptionsError(
                     f"{flag('path')} fused does not go with {flag(name)} {value}: "
-                    f"use {flag(name)} {needed}, or {flag('path')} lists"
+                    f"use {flag(name)} {' or '.join(needed)}, or {flag('path')} lists"
                 )
 
     def check_page_size(self, page_size: int) -> None:

@@ -8,6 +8,7 @@ by batch size costs nothing at run time.
 from __future__ import annotations
 
 from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.selection_options import THUMBNAILS
 
 FUSED_BATCHES: dict[tuple[int, bool], tuple[int, ...]] = {(2, False): (4,)}
 """By bits of the thumbnails and whether there is a tail, the batches for which `auto` takes the fused pass: those for
@@ -19,7 +20,7 @@ bits."""
 
 def can_fuse(options: SparseDecodeOptions) -> bool:
     """Whether there is a fused pass for the rule and the estimator."""
-    return options.rule == "top-delta" and options.estimator == "thumbnail"
+    return options.rule == "top-delta" and options.estimator in THUMBNAILS
 
 
 def always_fused(options: SparseDecodeOptions) -> bool:

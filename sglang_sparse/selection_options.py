@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 QUERY, FORECAST = "query", "forecast"
 SELECT_BY = (QUERY, FORECAST)
 STRIDED_MEAN = "strided-mean"
+FFD = "ffd"
+THUMBNAILS = ("thumbnail", FFD)
+"""Estimators whose summaries are low-bit copies of the keys, asymmetric ones and FFD's symmetric ones."""
 STRIDED_BLOCK_SIZES = (16, 32, 64)
 
 
@@ -20,6 +23,8 @@ def check_selection(options: SparseDecodeOptions) -> None:
     check_choice("select_by", options.select_by, SELECT_BY)
     if options.estimator == STRIDED_MEAN:
         _check_strided_mean(options)
+    if options.estimator == FFD:
+        _check_ffd(options)
     if options.select_by == FORECAST:
         _check_forecast(options)
 
@@ -35,6 +40,17 @@ def _check_strided_mean(options: SparseDecodeOptions) -> None:
         raise OptionsError(
             f"{name} strided-mean does not go with {flag('block_size')} {options.block_size}: "
             f"use one of {', '.join(map(str, STRIDED_BLOCK_SIZES))}"
+        )
+
+
+def _check_ffd(options: SparseDecodeOptions) -> None:
+    """FFD's codes have two bits, which is then what the option's default stands for."""
+    if options.thumbnail_bits == type(options).thumbnail_bits:
+        object.__setattr__(options, "thumbnail_bits", 2)
+    if options.thumbnail_bits != 2:
+        raise OptionsError(
+            f"{flag('estimator')} ffd does not go with {flag('thumbnail_bits')} {options.thumbnail_bits}: "
+            f"use {flag('thumbnail_bits')} 2, or {flag('estimator')} thumbnail"
         )
 
 

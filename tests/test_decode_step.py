@@ -30,10 +30,12 @@ OPTIONS = [
     {"gamma_by_head": ((0.9, 0.4), (0.5, 1))},
     {"rule": "top-delta", "delta": 0.1},
     {"rule": "top-delta", "delta": 0.1, "estimator": "exact", "tail": "drop"},
+    {"rule": "top-delta", "delta": 0.1, "estimator": "ffd", "path": "lists"},
 ]
 FUSED = [
     {"rule": "top-delta", "delta": 0.1, "path": "fused"},
     {"rule": "top-delta", "delta": 0.1, "path": "fused", "tail": "drop", "dense_layers": (0,), "min_context": 150},
+    {"rule": "top-delta", "delta": 0.1, "path": "fused", "estimator": "ffd"},
 ]
 
 
@@ -365,7 +367,7 @@ def test_a_captured_step_replays_with_other_requests(changes: dict) -> None:
             assert torch.equal(sim.step.summaries.value_means(layer), eager.step.summaries.value_means(layer))
 
 
-@pytest.mark.parametrize("estimator", ["thumbnail", "mean", "mean-variance", "minmax", "exact"])
+@pytest.mark.parametrize("estimator", ["thumbnail", "ffd", "mean", "mean-variance", "minmax", "exact"])
 @pytest.mark.parametrize(
     "rule", [{"gamma": 0.9}, {"rule": "top-k", "top_k": 1}, {"rule": "top-k", "top_k": 0.99}], ids=str
 )

@@ -107,7 +107,14 @@ def test_environment_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("estimator", "resolved"),
-    [("thumbnail", "mean"), ("exact", "mean"), ("mean", "drop"), ("mean-variance", "drop"), ("minmax", "drop")],
+    [
+        ("thumbnail", "mean"),
+        ("exact", "mean"),
+        ("ffd", "drop"),
+        ("mean", "drop"),
+        ("mean-variance", "drop"),
+        ("minmax", "drop"),
+    ],
 )
 def test_the_tail_follows_the_estimator_unless_given(estimator: str, resolved: str) -> None:
     options = SparseDecodeOptions(estimator=estimator)
@@ -148,6 +155,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rule": "top-delta", "estimator": "mean"}, "--sparse-decode-rule top-delta .* --sparse-decode-estimator mean"),
     ({"path": "quick"}, "--sparse-decode-path"),
     ({"path": "fused"}, "--sparse-decode-path fused does not go with --sparse-decode-rule coverage"),
+    (
+        {"estimator": "ffd", "thumbnail_bits": 3},
+        "--sparse-decode-estimator ffd does not go with --sparse-decode-thumbnail-bits 3",
+    ),
     (
         {"path": "fused", "rule": "top-delta", "estimator": "exact"},
         "--sparse-decode-path fused does not go with --sparse-decode-estimator exact",

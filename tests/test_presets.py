@@ -20,7 +20,7 @@ def test_moira() -> None:
 
 def test_ffd() -> None:
     options = merge({"preset": "ffd"})
-    assert (options.estimator, options.thumbnail_bits, options.rule) == ("thumbnail", 2, "top-delta")
+    assert (options.estimator, options.thumbnail_bits, options.rule) == ("ffd", 2, "top-delta")
     assert (options.resolved_tail, options.resolved_delta) == ("drop", 6.0)
 
 

@@ -33,10 +33,20 @@ def page_summary_reference(
     codes: torch.Tensor,
     low_step: torch.Tensor,
     means: torch.Tensor,
+    symmetric: bool = False,
     targets: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `page_summary`."""
-    thumbnail_reference(k_pool, pages, bits=bits, page_size=page_size, codes=codes, low_step=low_step, targets=targets)
+    thumbnail_reference(
+        k_pool,
+        pages,
+        bits=bits,
+        page_size=page_size,
+        codes=codes,
+        low_step=low_step,
+        symmetric=symmetric,
+        targets=targets,
+    )
     out = means.unsqueeze(3)
     block_statistics_reference(
         v_pool, pages, kind="mean", page_size=page_size, block_size=cell, out=out, targets=targets
@@ -58,6 +68,7 @@ def _page_summary_kernel(
     v_head_stride,
     kv_heads,
     BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     CELL: tl.constexpr,
@@ -81,6 +92,7 @@ def _page_summary_kernel(
                 k_head_stride,
                 kv_heads,
                 BITS,
+                SYMMETRIC,
                 D,
                 PAGE,
                 WIDTH,
@@ -116,6 +128,7 @@ def page_summary(
     codes: torch.Tensor,
     low_step: torch.Tensor,
     means: torch.Tensor,
+    symmetric: bool = False,
     targets: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
@@ -130,6 +143,7 @@ def page_summary(
         codes: `[P, Hkv, page_size, D * bits // 8]` uint8, contiguous, see `thumbnail`.
         low_step: `[P, Hkv, 2, D]` bfloat16, contiguous, see `thumbnail`.
         means: `[P, Hkv, page_size // cell, D]`, the pool's dtype, contiguous.
+        symmetric: see `thumbnail`.
         targets: `[n]` int32 or int64, the pages of the outputs to write, where they are not those of the pools; the
             outputs then have any number of pages. Not read where `pages` is negative.
         impl: `auto`, `triton` or `torch`.
@@ -163,6 +177,7 @@ def page_summary(
             codes=codes,
             low_step=low_step,
             means=means,
+            symmetric=symmetric,
             targets=targets,
         )
         return
@@ -180,6 +195,7 @@ def page_summary(
         *v_pool.stride()[:2],
         kv_heads,
         BITS=bits,
+        SYMMETRIC=symmetric,
         D=head_dim,
         PAGE=page_size,
         CELL=cell,

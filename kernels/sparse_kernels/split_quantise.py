@@ -69,7 +69,7 @@ def _split_quantise_kernel(
         for s in range(4):
             channels = s * BYTES + column
             tile = tl.load(keys + channels[None, :], mask=real[None, :], other=0.0).to(tl.float32)
-            levels, low_bits, step_bits, ratio = quantise_tile(tile, 3)
+            levels, low_bits, step_bits, ratio = quantise_tile(tile, 3, False)
             packed |= levels << (2 * s)
             rest = tl.floor((ratio - levels.to(tl.float32)) * _UNITS + 0.5) + _ZERO
             rest = tl.minimum(tl.maximum(rest, 0.0), 255.0).to(tl.int32).to(tl.uint8)

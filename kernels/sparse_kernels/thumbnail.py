@@ -1,7 +1,8 @@
-"""Thumbnails: low-bit asymmetric codes of the keys of closed pages.
+"""Thumbnails: low-bit codes of the keys of closed pages.
 
 A key channel is approximated by `low + code * step`, with `low` and `step` of its page and KV head. Asymmetric codes
-keep keys with large constant biases apart, where symmetric ones (as in FFD) spend their levels on the bias.
+keep keys with large constant biases apart, where symmetric ones (FFD's) spend their levels on the bias. What reads
+thumbnails does not tell them apart.
 """
 
 import torch
@@ -38,7 +39,9 @@ def _ceil_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     return (((bits + 0xFFFF) >> 16) << 16).view(torch.float32).to(torch.bfloat16)
 
 
-def quantise(keys: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantise(
+    keys: torch.Tensor, bits: int, symmetric: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes of fp32 keys `[n, page_size, Hkv, D]` in plain torch.
 
     Returns:
@@ -46,8 +49,8 @@ def quantise(keys: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor,
         the keys and 0 where the step is.
     """
     levels = 2**bits - 1
-    high = keys.amax(1)
-    low = _floor_to_bfloat16(keys.amin(1))
+    high = keys.abs().amax(1) if symmetric else keys.amax(1)
+    low = _floor_to_bfloat16(-high if symmetric else keys.amin(1))
     low32 = low.float()
     # Not divided by the number itself: on CUDA torch would multiply by its rounded reciprocal.
     step = _ceil_to_bfloat16((high - low32) / torch.full_like(high, levels))
@@ -107,6 +110,7 @@ def thumbnail_reference(
     page_size: int,
     codes: torch.Tensor,
     low_step: torch.Tensor,
+    symmetric: bool = False,
     targets: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `thumbnail`."""
@@ -116,16 +120,20 @@ def thumbnail_reference(
         return
     slots = pages[:, None] * page_size + torch.arange(page_size, device=pages.device)
     keys = k_pool[slots.flatten()].float().view(len(pages), page_size, *k_pool.shape[1:])
-    quantised, low, step, _ = quantise(keys, bits)
+    quantised, low, step, _ = quantise(keys, bits, symmetric)
     codes[targets] = pack_codes(quantised, bits).transpose(1, 2)
     low_step[targets] = torch.stack((low, step), 2)
 
 
 @triton.jit
-def quantise_tile(keys, LEVELS: tl.constexpr):
+def quantise_tile(keys, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr):
     """Codes (int32, `[T, W]`), bit patterns of low and step (`[W]`) and `(k - low) / step` of fp32 keys `[T, W]`."""
-    high = tl.max(keys, 0)
-    low_bits = bfloat16_bits.floor_bits(tl.min(keys, 0))
+    if SYMMETRIC:
+        high = tl.max(tl.abs(keys), 0)
+        low_bits = bfloat16_bits.floor_bits(-high)
+    else:
+        high = tl.max(keys, 0)
+        low_bits = bfloat16_bits.floor_bits(tl.min(keys, 0))
     low = bfloat16_bits.to_float(low_bits)
     span = high - low
     step_bits = bfloat16_bits.ceil_bits(tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)))
@@ -150,6 +158,7 @@ def write_thumbnail(
     head_stride,
     kv_heads,
     BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -169,7 +178,7 @@ def write_thumbnail(
     for s in tl.static_range(8 // LOW_BITS):
         channels = s * BYTES + column
         tile = tl.load(keys + channels[None, :], mask=column[None, :] < BYTES, other=0.0).to(tl.float32)
-        tile_codes, low_bits, step_bits, _ = quantise_tile(tile, LEVELS)
+        tile_codes, low_bits, step_bits, _ = quantise_tile(tile, LEVELS, SYMMETRIC)
         packed |= (tile_codes & (2**LOW_BITS - 1)) << (s * LOW_BITS)
         tl.store(bounds + channels, low_bits.to(tl.int16), mask=column < BYTES)
         tl.store(bounds + D + channels, step_bits.to(tl.int16), mask=column < BYTES)
@@ -180,7 +189,7 @@ def write_thumbnail(
         bits = tl.zeros((PAGE, PLANE_WIDTH), tl.int32)
         for s in range(8):
             bit_keys = tl.load(keys + s * (D // 8) + bit_column, mask=bit_column < D // 8, other=0.0).to(tl.float32)
-            bit_codes = quantise_tile(bit_keys, LEVELS)[0]
+            bit_codes = quantise_tile(bit_keys, LEVELS, SYMMETRIC)[0]
             bits |= (bit_codes >> 2) << s
         tl.store(target + D // 4 + bit_column, bits.to(tl.uint8), mask=bit_column < D // 8)
 
@@ -196,6 +205,7 @@ def _thumbnail_kernel(
     head_stride,
     kv_heads,
     BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -214,6 +224,7 @@ def _thumbnail_kernel(
             head_stride,
             kv_heads,
             BITS,
+            SYMMETRIC,
             D,
             PAGE,
             WIDTH,
@@ -237,6 +248,7 @@ def _thumbnail_triton(
     page_size: int,
     codes: torch.Tensor,
     low_step: torch.Tensor,
+    symmetric: bool,
     targets: torch.Tensor | None,
 ) -> None:
     if pages.shape[0] == 0:
@@ -252,6 +264,7 @@ def _thumbnail_triton(
         k_pool.stride(1),
         kv_heads,
         BITS=bits,
+        SYMMETRIC=symmetric,
         D=head_dim,
         PAGE=page_size,
         **code_widths(head_dim, bits),
@@ -267,6 +280,7 @@ def thumbnail(
     page_size: int,
     codes: torch.Tensor,
     low_step: torch.Tensor,
+    symmetric: bool = False,
     targets: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
@@ -275,7 +289,8 @@ def thumbnail(
     For each page, KV head and channel: `low` is the minimum rounded down to bfloat16, and `step` the smallest bfloat16
     with `low + n * step >= maximum`, where `n = 2**bits - 1`; `code = clamp(floor((k - low) / step + 0.5), 0, n)`.
     A constant channel that bfloat16 represents has step 0 and codes 0. Hence `low <= k <= low + n * step` in fp32 for
-    every finite key.
+    every finite key. With `symmetric`, minimum and maximum are minus and plus the largest magnitude: for two bits FFD's
+    levels, -1.5 s, -0.5 s, 0.5 s and 1.5 s with `s = max |k| / 1.5`, but for the rounding of low and step.
 
     Args:
         k_pool: `[P * page_size, Hkv, D]` fp16, bf16 or fp32.
@@ -284,6 +299,7 @@ def thumbnail(
         page_size: tokens in a page.
         codes: `[P, Hkv, page_size, D * bits // 8]` uint8, contiguous; packed as `unpack_codes` says.
         low_step: `[P, Hkv, 2, D]` bfloat16, contiguous: low, then step.
+        symmetric: whether the range is made symmetric to zero.
         targets: `[n]` int32 or int64, the pages of `codes` and `low_step` to write, where they are not those of the
             pool; both then have any number of pages. Not read where `pages` is negative.
         impl: `auto`, `triton` or `torch`.
@@ -299,7 +315,16 @@ def thumbnail(
     check_targets(targets, pages)
     check_thumbnails(codes, low_step, k_pool, bits, page_size, None if targets is None else codes.shape[0])
     run = _thumbnail_triton if use_triton(impl, k_pool) else thumbnail_reference
-    run(k_pool, pages, bits=bits, page_size=page_size, codes=codes, low_step=low_step, targets=targets)
+    run(
+        k_pool,
+        pages,
+        bits=bits,
+        page_size=page_size,
+        codes=codes,
+        low_step=low_step,
+        symmetric=symmetric,
+        targets=targets,
+    )
 
 
 def check_thumbnails(

@@ -22,6 +22,7 @@ from sparse_kernels import (
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection.strided_mean import StridedMeanEstimator
+from sglang_sparse.selection_options import FFD, THUMBNAILS
 
 Summary = tuple[torch.Tensor, ...]
 """One layer's summaries; the first dimension of each tensor is the physical page."""
@@ -182,15 +183,16 @@ class StatisticsEstimator:
 
 
 class ThumbnailEstimator:
-    """A low-bit copy of every key: asymmetric codes, low and step per channel and page."""
+    """A low-bit copy of every key: asymmetric codes, or symmetric ones (`ffd`), low and step per channel and page."""
 
-    name = "thumbnail"
     joins_means = True
     """Whether `update_with_means` is there for it."""
 
-    def __init__(self, geometry: Geometry, bits: int) -> None:
+    def __init__(self, geometry: Geometry, bits: int, symmetric: bool = False) -> None:
+        self.name = FFD if symmetric else "thumbnail"
         self._geometry = geometry
         self._bits = bits
+        self._symmetric = symmetric
 
     def allocate(self, pages: int, device: torch.device | str) -> Summary:
         g = self._geometry
@@ -211,8 +213,16 @@ class ThumbnailEstimator:
         self, k_pool: torch.Tensor, pages: torch.Tensor, summary: Summary, targets: torch.Tensor | None = None
     ) -> None:
         codes, low_step = summary
-        page_size = self._geometry.page_size
-        thumbnail(k_pool, pages, bits=self._bits, page_size=page_size, codes=codes, low_step=low_step, targets=targets)
+        thumbnail(
+            k_pool,
+            pages,
+            bits=self._bits,
+            page_size=self._geometry.page_size,
+            codes=codes,
+            low_step=low_step,
+            symmetric=self._symmetric,
+            targets=targets,
+        )
 
     def update_with_means(
         self,
@@ -236,6 +246,7 @@ class ThumbnailEstimator:
             codes=codes,
             low_step=low_step,
             means=means,
+            symmetric=self._symmetric,
             targets=targets,
         )
 
@@ -310,8 +321,8 @@ def make_estimator(options: SparseDecodeOptions, geometry: Geometry) -> Estimato
         return SplitKeyEstimator(geometry)
     if options.estimator == "exact":
         return ExactEstimator(geometry)
-    if options.estimator == "thumbnail":
-        return ThumbnailEstimator(geometry, options.thumbnail_bits)
+    if options.estimator in THUMBNAILS:
+        return ThumbnailEstimator(geometry, options.thumbnail_bits, symmetric=options.estimator == FFD)
     if options.estimator == StridedMeanEstimator.name:
         return StridedMeanEstimator(geometry)
     return StatisticsEstimator(geometry, options.estimator)

@@ -82,6 +82,17 @@ def test_a_perfect_copy_gives_exact_masses_with_open_pages_read_exactly() -> Non
         torch.testing.assert_close(made[row, ..., first:last], expected[row, ..., first:last], rtol=0, atol=1e-4)
 
 
+def test_the_symmetric_copy_is_the_estimator_ffd() -> None:
+    pool, q = keys(bias=1.0).to(torch.bfloat16).float(), queries()
+    server = make_estimator(SparseDecodeOptions(estimator="ffd"), GEOMETRY)
+    candidate = make_candidate("symmetric-2bit", GEOMETRY)
+    exact = block_mass(make_estimator(SparseDecodeOptions(estimator="exact"), GEOMETRY), pool, q)
+    # The server rounds low and step to bfloat16 and folds the step into the query.
+    assert_rows_close(block_mass(candidate, pool, q), block_mass(server, pool, q), 0.15)
+    assert (block_mass(candidate, pool, q) - exact).nan_to_num().abs().max() > 0.6
+    assert (server.name, candidate.scan_bytes()) == ("ffd", server.scan_bytes())
+
+
 def test_symmetric_codes_have_ffds_levels() -> None:
     page = torch.tensor([-3.0, -1.2, -0.2, 0.1, 1.1, 2.6]).reshape(1, 6, 1, 1)
     # s = 3 / 1.5 = 2: levels -3, -1, 1, 3.

@@ -174,13 +174,13 @@ def pseudo_maximum(s: Sizes) -> None:
     sk.pseudo_maximum(*inputs, scale=s.head_dim**-0.5, **s.rule_sizes, out=out)
 
 
-def thumbnail(s: Sizes, bits: int) -> None:
-    sk.thumbnail(s.pool(), int32(2), bits=bits, page_size=s.page_size, **s.thumbnails(bits))
+def thumbnail(s: Sizes, bits: int, symmetric: bool = False) -> None:
+    sk.thumbnail(s.pool(), int32(2), bits=bits, page_size=s.page_size, symmetric=symmetric, **s.thumbnails(bits))
 
 
-def page_summary(s: Sizes, bits: int) -> None:
+def page_summary(s: Sizes, bits: int, symmetric: bool = False) -> None:
     cell = s.page_size // s.cells
-    sizes = {"bits": bits, "page_size": s.page_size, "cell": cell}
+    sizes = {"bits": bits, "page_size": s.page_size, "cell": cell, "symmetric": symmetric}
     sk.page_summary(s.pool(), s.pool(), int32(2), **sizes, **s.thumbnails(bits), means=s.means())
 
 
@@ -354,9 +354,11 @@ CASES = [
     case(pseudo_maximum, "", LLAMA),
     case(pseudo_maximum, "small", SMALL),
     case(thumbnail, "2-bits-small", SMALL, 2),
+    case(thumbnail, "2-bits-symmetric", LLAMA, 2, True),
     *(case(thumbnail, f"{bits}-bits", LLAMA, bits) for bits in (3, 4)),
     case(page_summary, "2-bits-dim-64", replace(LLAMA, head_dim=64), 2),
     case(page_summary, "3-bits-small", SMALL, 3),
+    case(page_summary, "2-bits-symmetric", LLAMA, 2, True),
     case(page_summary, "4-bits-dim-96", PHI, 4),
     *(case(block_statistics, kind, LLAMA, kind) for kind in ("mean", "mean-variance", "minmax")),
     case(block_gather, "", LLAMA),

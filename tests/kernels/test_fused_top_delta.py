@@ -32,6 +32,7 @@ class Fused:
         case,
         *,
         bits=4,
+        symmetric=False,
         delta=2.0,
         tail=False,
         min_context=0,
@@ -46,7 +47,15 @@ class Fused:
         self.codes = poisoned(case.num_pages, heads, case.page_size, page_bytes, dtype=torch.uint8)
         self.low_step = poisoned(case.num_pages, heads, 2, case.head_dim, dtype=torch.bfloat16)
         pages = case.closed_pages()
-        thumbnail(case.k_pool, pages, bits=bits, page_size=case.page_size, codes=self.codes, low_step=self.low_step)
+        thumbnail(
+            case.k_pool,
+            pages,
+            bits=bits,
+            page_size=case.page_size,
+            codes=self.codes,
+            low_step=self.low_step,
+            symmetric=symmetric,
+        )
         self.cell = min(64, case.page_size)
         self.means = None
         if tail:
@@ -236,6 +245,25 @@ def test_ragged_batches(impl, page_size, block_size, head_dim, group_size, dtype
 def test_fewer_bits(impl, bits, head_dim, dtype):
     case = make_paged_case([150, 0, 70], group_size=3, head_dim=head_dim, page_size=32, block_size=16, dtype=dtype)
     check(Fused(case, bits=bits, tail=True), impl)
+
+
+@over_impls
+@over_shapes
+@pytest.mark.parametrize(("delta", "dtype"), list(zip([0.5, 3.0], DTYPES, strict=True)), ids=str)
+def test_ffds_symmetric_codes(impl, page_size, block_size, head_dim, group_size, dtype, delta):
+    """Keys with large biases in half of the channels, for which these codes are coarsest; and a newest key that points
+    where the queries do, so that not everything comes near it."""
+    lengths = [0, page_size, 3 * page_size + block_size // 2, 1]
+    if DEVICE == "cuda":
+        lengths += [129 * page_size - 1, 19 * page_size]
+    sizes = {"page_size": page_size, "block_size": block_size, "head_dim": head_dim, "group_size": group_size}
+    case = make_paged_case(lengths, dtype=dtype, **sizes)
+    case.k_pool[..., ::2] += 2 * torch.randn(head_dim // 2, generator=torch.Generator().manual_seed(1)).to(case.k_pool)
+    for b in (2, 4) if DEVICE == "cuda" else (2,):
+        case.k_pool[case.slots(b)[-1]] += (
+            case.q[b].view(case.num_kv_heads, group_size, -1).mean(1) * group_size**0.5 / 2
+        )
+    check(Fused(case, bits=2, symmetric=True, delta=delta), impl)
 
 
 @over_impls

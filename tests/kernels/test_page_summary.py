@@ -26,7 +26,8 @@ def make_case(page_size: int, head_dim: int, cell: int, bits: int, dtype: torch.
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize(("bits", "page_size", "head_dim", "cell"), SHAPES)
 @pytest.mark.parametrize("moved", [False, True], ids=["own pages", "other pages"])
-def test_it_writes_what_the_two_operations_write(impl, bits, page_size, head_dim, cell, moved, device):
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_it_writes_what_the_two_operations_write(impl, bits, page_size, head_dim, cell, moved, symmetric, device):
     dtype = DTYPES[(page_size + bits) % len(DTYPES)]
     k, v, outputs = make_case(page_size, head_dim, cell, bits, dtype, 12 if moved else 8)
     k, v = k.to(device), v.to(device)
@@ -34,9 +35,10 @@ def test_it_writes_what_the_two_operations_write(impl, bits, page_size, head_dim
     targets = torch.tensor([11, 99, 0, 8, 99], dtype=torch.int32, device=device) if moved else None
     written = {name: tensor.to(device) for name, tensor in outputs.items()}
     expected = {name: tensor.clone() for name, tensor in written.items()}
-    page_summary(k, v, pages, bits=bits, page_size=page_size, cell=cell, targets=targets, impl=impl, **written)
+    codes = {"bits": bits, "symmetric": symmetric}
     sizes = {"page_size": page_size, "targets": targets, "impl": impl}
-    thumbnail(k, pages, bits=bits, codes=expected["codes"], low_step=expected["low_step"], **sizes)
+    page_summary(k, v, pages, cell=cell, **codes, **sizes, **written)
+    thumbnail(k, pages, **codes, codes=expected["codes"], low_step=expected["low_step"], **sizes)
     block_statistics(v, pages, kind="mean", block_size=cell, out=expected["means"].unsqueeze(3), **sizes)
     for name, tensor in written.items():
         # Poison is NaN in part: compared as bits.

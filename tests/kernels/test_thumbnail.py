@@ -31,11 +31,14 @@ def make_keys(page_size: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor
     return keys.to(dtype).view(8 * page_size, 2, head_dim)
 
 
-def make_thumbnails(keys: torch.Tensor, pages: torch.Tensor, bits: int, page_size: int, impl: str):
+def make_thumbnails(
+    keys: torch.Tensor, pages: torch.Tensor, bits: int, page_size: int, impl: str, symmetric: bool = False
+):
     count = keys.shape[0] // page_size
     codes = poisoned(count, 2, page_size, keys.shape[2] * bits // 8, dtype=torch.uint8)
     low_step = poisoned(count, 2, 2, keys.shape[2], dtype=torch.bfloat16)
-    thumbnail(keys, pages, bits=bits, page_size=page_size, codes=codes, low_step=low_step, impl=impl)
+    outputs = {"codes": codes, "low_step": low_step}
+    thumbnail(keys, pages, bits=bits, page_size=page_size, **outputs, symmetric=symmetric, impl=impl)
     return codes, low_step
 
 
@@ -44,9 +47,10 @@ def make_thumbnails(keys: torch.Tensor, pages: torch.Tensor, bits: int, page_siz
     ("bits", "page_size", "head_dim"), [(bits, *shape) for bits, shape in zip([2, 3, 4, 2], SHAPES, strict=True)]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bounds_and_round_trip(impl, bits, page_size, head_dim, dtype, device):
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_bounds_and_round_trip(impl, bits, page_size, head_dim, dtype, symmetric, device):
     keys = make_keys(page_size, head_dim, dtype).to(device)
-    codes, low_step = make_thumbnails(keys, torch.arange(8, device=device), bits, page_size, impl)
+    codes, low_step = make_thumbnails(keys, torch.arange(8, device=device), bits, page_size, impl, symmetric)
     paged = keys.float().view(8, page_size, 2, head_dim).transpose(1, 2)
     levels = 2**bits - 1
     low, step = low_step.float().unsqueeze(3).unbind(2)
@@ -55,6 +59,9 @@ def test_bounds_and_round_trip(impl, bits, page_size, head_dim, dtype, device):
     assert (paged <= low + levels * step).all()
     # Rounding outwards costs at most a bfloat16 unit on either side.
     minimum, maximum = paged.amin(2, keepdim=True), paged.amax(2, keepdim=True)
+    if symmetric:
+        maximum = torch.maximum(maximum, -minimum)
+        minimum = -maximum
     assert (low >= minimum - minimum.abs() * 2**-7).all()
     assert (step <= (maximum - low) / levels * (1 + 2**-6)).all()
     error = (dequantised(codes, low_step, bits, head_dim) - paged.double()).abs()
@@ -64,11 +71,12 @@ def test_bounds_and_round_trip(impl, bits, page_size, head_dim, dtype, device):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("page_size", "head_dim"), SHAPES[:3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernel_equals_reference_bit_for_bit(bits, page_size, head_dim, dtype, device):
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_kernel_equals_reference_bit_for_bit(bits, page_size, head_dim, dtype, symmetric, device):
     keys = make_keys(page_size, head_dim, dtype).to(device)
     pages = torch.tensor([6, -1, 1, 3, 2, -1], dtype=torch.int32, device=device)
-    codes, low_step = make_thumbnails(keys, pages, bits, page_size, "triton")
-    expected_codes, expected_low_step = make_thumbnails(keys, pages, bits, page_size, "torch")
+    codes, low_step = make_thumbnails(keys, pages, bits, page_size, "triton", symmetric)
+    expected_codes, expected_low_step = make_thumbnails(keys, pages, bits, page_size, "torch", symmetric)
     assert torch.equal(codes, expected_codes)
     assert torch.equal(low_step.view(torch.int16), expected_low_step.view(torch.int16))
 
@@ -107,6 +115,16 @@ def test_representable_constant_channels_have_step_zero(impl, device):
     assert (low_step[0, :, 0] == -3.5).all()
     assert (low_step[0, :, 1] == 0).all()
     assert (codes == 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_symmetric_codes_of_two_bits_have_ffds_levels(impl, device):
+    keys = torch.zeros(16, 2, 64, device=device)
+    keys[:6] = torch.tensor([-3.0, -1.2, -0.2, 0.1, 1.1, 2.6], device=device)[:, None, None]
+    codes, low_step = make_thumbnails(keys, torch.zeros(1, dtype=torch.int64, device=device), 2, 16, impl, True)
+    # s = 3 / 1.5 = 2: levels -3, -1, 1 and 3.
+    levels = dequantised(codes, low_step, 2, 64)[0, :, :6]
+    assert (levels == torch.tensor([-3.0, -1, -1, 1, 1, 3], device=device)[:, None]).all()
 
 
 @pytest.mark.parametrize("bits", BITS)
