@@ -97,17 +97,25 @@ def _fused_top_delta_kernel(
     REQUESTS: tl.constexpr,
     PAGE_WEIGHT: tl.constexpr,
     KEPT_WEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # Where the pages are weighted, what is counted is cost, and a program may have several heads.
+    # Where the pages are weighted, what is counted is cost, and a program may have several heads, unless rows are
+    # aligned: then it has pages of one row, and what is counted is these.
     if last_kept is None:
         unit, end, h = work_split.program_share(seq_lens, batch, kv_heads, 0, PAGE, 1, REQUESTS)
         program = h * (tl.num_programs(0) // kv_heads) + tl.program_id(0) // kv_heads
     else:
         program = tl.program_id(0) % kv_heads * (tl.num_programs(0) // kv_heads) + tl.program_id(0) // kv_heads
-        unit, end = fused_shares.program_range(
-            program, seq_lens, last_kept, batch, kv_heads, PAGE, BLOCK, PAGE_WEIGHT, KEPT_WEIGHT, REQUESTS
-        )
+        if ALIGNED:
+            request, h, first, end = fused_shares.aligned_range(
+                program, seq_lens, last_kept, batch, kv_heads, PAGE, BLOCK, PAGE_WEIGHT, KEPT_WEIGHT, REQUESTS
+            )
+            unit = first
+        else:
+            unit, end = fused_shares.program_range(
+                program, seq_lens, last_kept, batch, kv_heads, PAGE, BLOCK, PAGE_WEIGHT, KEPT_WEIGHT, REQUESTS
+            )
     notes = notes_ptr + program * CHUNK
     kept_bits = kept_bits_ptr + program * CHUNK
     slots = slots_ptr + program * (CHUNK * (PAGE // BLOCK))
@@ -118,7 +126,7 @@ def _fused_top_delta_kernel(
     while unit < end:
         if last_kept is None:
             request, before = work_split.find_request(unit, seq_lens, batch, 0, PAGE, 1, REQUESTS)
-        else:
+        elif not ALIGNED:
             request, h, before, weight = fused_shares.find_row(
                 unit, seq_lens, last_kept, batch, kv_heads, PAGE, BLOCK, PAGE_WEIGHT, KEPT_WEIGHT, REQUESTS
             )
@@ -129,9 +137,13 @@ def _fused_top_delta_kernel(
             first = unit - before
             last = tl.minimum(row_pages, first + end - unit)
         else:
-            first = tl.cdiv(tl.maximum(unit - before, 0), weight)
-            last = tl.minimum(row_pages, tl.cdiv(end - before, weight))
-            unit = before + last * weight
+            if ALIGNED:
+                last = end
+                unit = end
+            else:
+                first = tl.cdiv(tl.maximum(unit - before, 0), weight)
+                last = tl.minimum(row_pages, tl.cdiv(end - before, weight))
+                unit = before + last * weight
             span = spans + 2 * (b * kv_heads + h)
             if first == 0:
                 tl.store(span, program)
@@ -323,9 +335,10 @@ def launch_fused_top_delta(
     group_size = heads // kv_heads
     half = q.dtype != torch.float32 and not INTERPRETED
     parts = workspace.parts
+    programs = workspace.num_programs // kv_heads * kv_heads
     # Sub-ranges of codes that a product takes at once; see `scan_pages`.
     subs = (8 if half else 4) if bits == 2 else 2 if bits == 4 and not half else 4
-    _fused_top_delta_kernel[(workspace.num_programs // kv_heads * kv_heads,)](
+    _fused_top_delta_kernel[(programs,)](
         q,
         k_pool,
         v_pool,
@@ -388,6 +401,7 @@ def launch_fused_top_delta(
         REQUESTS=score_tile.REQUESTS,
         PAGE_WEIGHT=fused_shares.PAGE_WEIGHT,
         KEPT_WEIGHT=fused_shares.KEPT_WEIGHT,
+        ALIGNED=last_kept is not None and fused_shares.aligned(batch * kv_heads, programs),
         STAGES=config.num_stages,
         num_warps=config.num_warps,
         maxnreg=config.registers,

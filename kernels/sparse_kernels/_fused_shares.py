@@ -6,6 +6,10 @@ runs of pages, and number `m` takes `[m * share, (m + 1) * share)`. A page is wo
 begins, so that borders are found by ceil division. A share is at least the largest weight: a page begins in every
 range before the last page's beginning, and the programs of a row have numbers without a gap.
 
+Where there are many programs for each row (`aligned`), rows begin at the borders of shares instead: a program with the
+end of a row and the beginning of the next one would find two pseudo-maxima, which takes longer than all that it scans.
+A share is then so large that the programs suffice although each row may leave most of one idle.
+
 Whatever the counts of the call before, each page has one program: they decide about balance only. Only the pass reads
 them; it notes the numbers of each row's first and last program (`spans`), which is all that the combine has to know,
 so that the combine may write them.
@@ -27,12 +31,20 @@ us with 4 bits and 10.1 us with 2, and scanning alone would take 260 and 220 us,
 3.7 and 4.6. By bytes they would be 7 and 12, but scans are bound by unpacking.
 """
 
+ALIGNED_PROGRAMS = 32
+"""Programs for each row from which on rows begin at the borders of shares, which makes shares a 31st larger at most."""
+
 LAST = tl.constexpr((1 << 31) - 1)
 
 
 def fits(rows: int, pages: int) -> bool:
     """Whether the cost of `rows` rows of at most `pages` pages is below 2^30, so that it can be shared out."""
     return rows * pages * (PAGE_WEIGHT + KEPT_WEIGHT) < 2**30
+
+
+def aligned(rows: int, programs: int) -> bool:
+    """Whether no program has pages of two rows."""
+    return rows < programs and rows * ALIGNED_PROGRAMS <= programs
 
 
 @triton.jit
@@ -135,3 +147,54 @@ def find_row(
         weight += tl.sum(tl.where(rows == row, weights - PAGE_WEIGHT, 0))
         counted += tl.sum(costs)
     return row % batch, row // batch, before, weight
+
+
+@triton.jit
+def aligned_range(
+    number,
+    seq_lens,
+    last_kept,
+    batch,
+    kv_heads,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE_WEIGHT: tl.constexpr,
+    KEPT_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Request, KV head, first page and end of a program where rows are `aligned`; first page and end are equal if there
+    is nothing for it."""
+    total = tl.zeros((), tl.int32)
+    present = tl.zeros((), tl.int32)
+    largest = tl.full((), 1, tl.int32)
+    for start in range(0, batch * kv_heads, ROWS):
+        _, units, weights = _rows_from(
+            start, seq_lens, last_kept, batch, kv_heads, PAGE, BLOCK, PAGE_WEIGHT, KEPT_WEIGHT, ROWS
+        )
+        total += tl.sum(units * weights)
+        present += tl.sum((units > 0).to(tl.int32))
+        largest = tl.maximum(largest, tl.max(tl.where(units > 0, weights, 0)))
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0) - present), largest)
+    row = tl.zeros((), tl.int32)
+    row_start = tl.zeros((), tl.int32)
+    pages = tl.zeros((), tl.int32)
+    weight = tl.zeros((), tl.int32)
+    counted = tl.zeros((), tl.int32)
+    for start in range(0, batch * kv_heads, ROWS):
+        rows, units, weights = _rows_from(
+            start, seq_lens, last_kept, batch, kv_heads, PAGE, BLOCK, PAGE_WEIGHT, KEPT_WEIGHT, ROWS
+        )
+        # Programs in whose share of the row a page begins.
+        programs = tl.where(units > 0, (units - 1) * weights // share + 1, 0)
+        ends = counted + tl.cumsum(programs, 0)
+        own = (number < ends) & (number >= ends - programs)
+        row += tl.sum(tl.where(own, rows, 0))
+        row_start += tl.sum(tl.where(own, ends - programs, 0))
+        pages += tl.sum(tl.where(own, units, 0))
+        weight += tl.sum(tl.where(own, weights, 0))
+        counted += tl.sum(programs)
+    cost = (number - row_start) * share
+    weight = tl.maximum(weight, 1)
+    # Not of a number without a row, whose cost may be anything.
+    first = tl.where(pages > 0, tl.cdiv(cost, weight), 0)
+    return row % batch, row // batch, first, tl.minimum(pages, tl.cdiv(cost + share, weight))

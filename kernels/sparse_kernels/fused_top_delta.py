@@ -151,8 +151,7 @@ def fused_top_delta(
     Args:
         q: `[B, Hkv * G, D]`, pool dtype, G from 1 to 16.
         k_pool, v_pool: `[P * page_size, Hkv, D]` fp16, bf16 or fp32; last dimension contiguous.
-        codes, low_step: as `thumbnail` writes them; read for closed pages. FFD's symmetric 2-bit code of scale s is the
-            case low = -1.5 s, step = s.
+        codes, low_step: as `thumbnail` writes them, symmetric or not; read for closed pages.
         page_table: `[>=B, max_pages]` int32; only the first `ceil(seq_len / page_size)` entries of a row are read.
         seq_lens: `[>=B]` int32, in tokens; 0 for padded rows, which get zeros and counts of 0.
         delta: `[>=B]` or `[>=B, Hkv]` fp32, nats; +inf or NaN keeps all blocks.

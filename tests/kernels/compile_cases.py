@@ -69,11 +69,12 @@ def rotated_heads(s: Sizes, interleaved: bool, normed: bool, angles: int) -> Non
     sk.rotated_heads(s.queries(), **rng, interleaved=interleaved, head_norm=norm, eps=1e-5, out=out)
 
 
-def fused_top_delta(s: Sizes, bits: int, tail: bool, more: bool, weighted: bool = False) -> None:
+def fused_top_delta(
+    s: Sizes, bits: int, tail: bool, more: bool, weighted: bool = False, programs: int | None = None
+) -> None:
     rows = s.batch * s.kv_heads
-    workspace = sk.FusedWorkspace.create(
-        s.kv_heads, s.group_size, s.head_dim, s.dtype, **s.plain, device="cpu", cells=s.cells, rows=rows
-    )
+    sizes = {**s.plain, "cells": s.cells, "rows": rows, "num_programs": programs}
+    workspace = sk.FusedWorkspace.create(s.kv_heads, s.group_size, s.head_dim, s.dtype, **sizes, device="cpu")
     inputs = (s.queries(), s.pool(), s.pool(), *s.thumbnails(bits).values(), s.page_table(), s.seq_lens())
     sk.fused_top_delta(
         *inputs,
@@ -318,6 +319,8 @@ CASES = [
     *(case(fused_top_delta, f"{bits}-bits-tail", LLAMA, bits, True, True) for bits in (2, 3)),
     case(fused_top_delta, "4-bits-tail-weighted", LLAMA, 4, True, False, weighted=True),
     case(fused_top_delta, "2-bits-weighted-tap", LLAMA, 2, True, True, weighted=True),
+    case(fused_top_delta, "2-bits-aligned", LLAMA, 2, False, False, weighted=True, programs=1056),
+    case(fused_top_delta, "4-bits-tail-aligned", LLAMA, 4, True, True, weighted=True, programs=1056),
     case(fused_top_delta, "4-bits-tail-group-7", replace(QWEN, head_dim=64), 4, True, False),
     case(fused_top_delta, "2-bits-small", SMALL, 2, False, False),
     *(case(fused_top_delta, f"{bits}-bits-group-7", QWEN, bits, False, False) for bits in (3, 4)),

@@ -19,7 +19,7 @@ from sparse_kernels import (
     thumbnail,
 )
 from sparse_kernels._fused_plan import row_page
-from sparse_kernels._fused_shares import find_row, fits, program_range
+from sparse_kernels._fused_shares import aligned, aligned_range, find_row, fits, program_range
 
 SINK, WINDOW = 5, 20
 
@@ -386,6 +386,21 @@ def test_counts_of_another_step_do_no_harm(impl, page_size, block_size, head_dim
 
 
 @over_impls
+@over_shapes
+def test_rows_that_begin_at_the_borders_of_shares(impl, page_size, block_size, head_dim, group_size, monkeypatch):
+    monkeypatch.setattr("sparse_kernels._fused_shares.ALIGNED_PROGRAMS", 2)
+    lengths = [0, page_size, 5 * page_size + block_size // 2, 9]
+    sizes = {"page_size": page_size, "block_size": block_size, "head_dim": head_dim, "group_size": group_size}
+    case = make_paged_case(lengths, dtype=DTYPES[-1], **sizes)
+    num_programs = 3 * len(lengths) * case.num_kv_heads + 1
+    assert aligned(len(lengths) * case.num_kv_heads, num_programs)
+    fused = Fused(case, tail=page_size > 16, num_programs=num_programs, last_kept=True, min_context=page_size // 2)
+    numbers = torch.Generator().manual_seed(head_dim)
+    fused.last_kept.copy_(torch.randint(-5, 30, fused.last_kept.shape, generator=numbers))
+    check(fused, impl)
+
+
+@over_impls
 def test_counts_are_kept_for_the_next_call_whoever_comes(impl):
     """Batches of other lengths and sizes after one another, over the same counts."""
     last_kept = poisoned(5, 2, dtype=torch.int32)
@@ -433,8 +448,22 @@ def _segments(found, seq_lens, last_kept, batch, kv_heads, MOST: tl.constexpr, R
         cost = before + last * weight
 
 
+@triton.jit
+def _aligned_segments(found, seq_lens, last_kept, batch, kv_heads, ROWS: tl.constexpr):
+    """Per program request, KV head, first page and end, if it has a page."""
+    program = tl.program_id(0)
+    b, h, first, end = aligned_range(program, seq_lens, last_kept, batch, kv_heads, 16, 8, 8, 32, ROWS)
+    if first < end:
+        place = found + program * 4
+        tl.store(place, b)
+        tl.store(place + 1, h)
+        tl.store(place + 2, first)
+        tl.store(place + 3, end)
+
+
 @pytest.mark.parametrize("seed", range(12))
-def test_each_page_has_one_program_and_rows_have_programs_without_gaps(seed):
+@pytest.mark.parametrize("is_aligned", [False, True])
+def test_each_page_has_one_program_and_rows_have_programs_without_gaps(seed, is_aligned):
     numbers = torch.Generator().manual_seed(seed)
     batch, kv_heads, programs = [(1, 2, 7), (3, 3, 8), (5, 2, 40), (2, 1, 1), (4, 4, 16), (9, 1, 300)][seed % 6]
     longest = 16 * (3 if seed % 2 else 60)
@@ -442,7 +471,12 @@ def test_each_page_has_one_program_and_rows_have_programs_without_gaps(seed):
     kept = torch.randint(-3, 2 * (longest // 8), (batch, kv_heads), generator=numbers)
     found = torch.full((programs, 64, 4), -1, dtype=torch.int32, device=DEVICE)
     arguments = (lengths.int().to(DEVICE), kept.int().to(DEVICE), batch, kv_heads)
-    _segments[(programs,)](found, *arguments, MOST=64, ROWS=4)
+    if is_aligned:
+        programs = max(programs, batch * kv_heads + 1 + seed)
+        found = torch.full((programs, 1, 4), -1, dtype=torch.int32, device=DEVICE)
+        _aligned_segments[(programs,)](found, *arguments, ROWS=4)
+    else:
+        _segments[(programs,)](found, *arguments, MOST=64, ROWS=4)
     rows = {}
     for program, segments in enumerate(found.tolist()):
         for b, h, first, last in segments:
@@ -462,10 +496,15 @@ def test_programs_get_equal_costs():
     programs = 60
     found = torch.full((programs, 8, 4), -1, dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([16000], dtype=torch.int32, device=DEVICE)
-    kept = torch.tensor([[2000, 1]], dtype=torch.int32, device=DEVICE)
-    _segments[(programs,)](found, lengths, kept, 1, 2, MOST=8, ROWS=64)
+    last_kept = torch.tensor([[2000, 1]], dtype=torch.int32, device=DEVICE)
+    _segments[(programs,)](found, lengths, last_kept, 1, 2, MOST=8, ROWS=64)
     by_head = [int((found[:, :, 1] == h).any(1).sum()) for h in range(2)]
     assert by_head == [50, 10]
+    found = torch.full((programs, 4), -1, dtype=torch.int32, device=DEVICE)
+    _aligned_segments[(programs,)](found, lengths, last_kept, 1, 2, ROWS=64)
+    by_head = [int((found[:, 1] == h).sum()) for h in range(2)]
+    assert sum(by_head) in (59, 60)
+    assert by_head[0] == pytest.approx(50, abs=1)
 
 
 def test_refuses_what_does_not_fit():
