@@ -10,12 +10,17 @@ from __future__ import annotations
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.selection_options import THUMBNAILS
 
-FUSED_BATCHES: dict[tuple[int, bool], tuple[int, ...]] = {(2, False): (4,)}
+FUSED_BATCHES: dict[tuple[int, bool], tuple[int, ...]] = {
+    (2, False): (1, 2, 4),
+    (2, True): (1, 2, 4),
+    (4, False): (1,),
+    (4, True): (1,),
+}
 """By bits of the thumbnails and whether there is a tail, the batches for which `auto` takes the fused pass: those for
-which it was not slower than lists at any length, from 8,192 to 262,144 tokens, and any kept share, a real model's heads
-among them, that `python -m benchmarks kernel fused_top_delta` was run with on an H200. It is faster at 130,000 tokens
-and more for others too, and slower at 32,768 (docs/performance.md). Measured were batches 1, 2 and 4, and 2 and 4
-bits."""
+which it was nowhere more than 1.5% slower than lists, at lengths from 8,192 to 262,144 tokens and kept shares from 5 to
+100%, a real model's heads among them, by `python -m benchmarks kernel fused_top_delta` on an H200. With 4 bits it is
+faster for batches 2 and 4 too, up to 130,000 and 32,768 tokens (docs/performance.md). Measured were batches 1, 2 and 4,
+and 2 and 4 bits."""
 
 
 def can_fuse(options: SparseDecodeOptions) -> bool:

@@ -280,7 +280,7 @@ def test_the_fused_pass_gives_what_lists_give(changes: dict) -> None:
         Simulation(lengths(), SparseDecodeOptions(**{**base, "path": path}), DEVICE) for path in ("fused", "lists")
     )
     assert fused.step.buffers.log_mass.numel() == fused.step.buffers.block_lists.numel() == 0
-    borders = 0
+    others = 0
     for number in range(40):
         rows = [row for row in range(4) if (number + row) % 5]
         q = fused.queries(number)
@@ -294,15 +294,14 @@ def test_the_fused_pass_gives_what_lists_give(changes: dict) -> None:
             assert torch.equal(fused.step.buffers.block_counts, lists.step.buffers.block_counts)
             assert torch.equal(fused.step.buffers.request_totals, lists.step.buffers.request_totals)
         else:
-            # Rounded otherwise, a block may lie on the other side of the threshold in one of them.
-            counts = [simulation.step.buffers.block_counts[:4] for simulation in (fused, lists)]
-            same = counts[0] == counts[1]
-            borders += int((~same).sum())
-            last_layer = [out[-1].unflatten(1, (same.shape[1], -1))[same] for out in outs]
-            torch.testing.assert_close(*last_layer, atol=5e-2, rtol=1e-2)
+            by_row = [out.unflatten(2, (fused.geometry.kv_heads, -1)).flatten(3) for out in outs]
+            close = torch.isclose(*by_row, atol=5e-2, rtol=1e-2).all(-1)
+            others += int((~close).sum())
         for layer in fused.step.sparse_layers:
             # What the next step shares its work out by.
             assert torch.equal(fused.step.buffers.last_kept[layer], fused.step.buffers.block_counts[layer])
+    # Rounded otherwise, a block at the threshold may be on its other side.
+    assert others <= 0.03 * 40 * LAYERS * 4 * fused.geometry.kv_heads
     reading = fused.step.counters.read()
     assert reading.kept_fraction is not None
     assert reading.kept_fraction < 1
