@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_sparse import paths, rank_support, sglang_compat, support
+from sglang_sparse import rank_support, sglang_compat, support
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.forecast.server import install_forecast
 from sglang_sparse.geometry import Geometry, table_pages
@@ -99,7 +99,7 @@ class SparseDecodeBackend(AttentionBackend):
             len(self.windows),
             self.step.estimator.name,
             self.step.rule.name,
-            paths.describe(options),
+            self.step.paths,
             options.resolved_tail,
             pool.page_size,
             options.block_size,

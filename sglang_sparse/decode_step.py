@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 from sparse_kernels import AttentionTail, SelectionTap, TapPoint, prepare_clusters, request_totals, sparse_attention
 
-from sglang_sparse import paths
 from sglang_sparse.buffers import DecodeBuffers
 from sglang_sparse.control.state import DecodeControl
 from sglang_sparse.forecast.chooser import ForecastChooser
@@ -21,6 +20,7 @@ from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.counters import DecodeCounters
 from sglang_sparse.observe.layer_clock import ATTENTION, ESTIMATE, RULE, LayerClock, layer_to_time
 from sglang_sparse.options import SparseDecodeOptions
+from sglang_sparse.paths import Paths
 from sglang_sparse.selection import PseudoMaximum, make_estimator, make_rule
 from sglang_sparse.selection_options import FORECAST
 from sglang_sparse.split.sizes import read_bytes as split_read_bytes
@@ -66,7 +66,8 @@ class DecodeStep:
         # The keys of a split cache are summaries: all layers have them.
         summarised = list(range(layers)) if options.kv_format == "split" else self.sparse_layers
         self.summaries = PageSummaries(self.estimator, summarised, pages, device, self.tail)
-        fused_requests = paths.most_fused(options, max_requests) if self.sparse_layers else 0
+        self.paths = Paths.of(options, geometry, device)
+        fused_requests = self.paths.most_fused(max_requests) if self.sparse_layers else 0
         self.buffers = DecodeBuffers(
             geometry,
             max_requests=max_requests,
@@ -74,7 +75,7 @@ class DecodeStep:
             thresholds=[self.rule.thresholds(layer) for layer in range(layers)],
             selects=bool(self.sparse_layers),
             has_tail=self.tail is not None,
-            lists=paths.ever_lists(options),
+            lists=self.paths.ever_lists,
             has_maxima=self.rule.needs_maxima,
             fused_requests=fused_requests,
             device=device,
@@ -164,7 +165,7 @@ class DecodeStep:
             self.clock.enter(layer)
         if layer in self.summaries:
             self.summaries.update(layer, k_pool, v_pool, self.buffers.closing_pages[:batch])
-        if not self.dense and self.fused and layer in self.summaries and paths.takes_fused(self.options, batch):
+        if not self.dense and self.fused and layer in self.summaries and self.paths.takes_fused(batch):
             self._attend_fused(layer, q, k_pool, v_pool, scale, out)
         else:
             for turn in self._turns(batch):

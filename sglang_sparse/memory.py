@@ -11,7 +11,7 @@ from sparse_kernels import AttentionWorkspace, ExpectedWorkspace
 from sglang_sparse.fused import FusedPass
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
-from sglang_sparse.paths import ever_lists, most_fused
+from sglang_sparse.paths import Paths
 from sglang_sparse.selection import make_estimator, make_rule
 from sglang_sparse.selection_options import FORECAST
 from sglang_sparse.tail import make_tail
@@ -123,7 +123,7 @@ def workspace_bytes(
 ) -> int:
     """Bytes in which the attention kernels leave the parts of shared rows; by the device's multiprocessors."""
     attention = AttentionWorkspace.create(None, geometry.group_size, geometry.head_dim, device).nbytes
-    fused_requests = most_fused(options, max_requests)
+    fused_requests = Paths.of(options, geometry, device).most_fused(max_requests)
     if fused_requests:
         attention += FusedPass(options, geometry, fused_requests, device).workspace.nbytes
     return attention
@@ -141,14 +141,15 @@ def step_buffer_bytes(
 ) -> int:
     """Bytes that steps and audit need, whatever the pool holds; arguments as for `reserve`."""
     reserved = workspace_bytes(options, geometry, max_requests, device)
-    if ever_lists(options):
+    paths = Paths.of(options, geometry, device)
+    if paths.ever_lists:
         sizes = (make_tail(options, geometry) is not None, make_rule(options, geometry).needs_maxima)
         turn = requests_per_turn(geometry, max_pages, max_requests, *sizes)
         reserved += turn * step_bytes_per_request(geometry, max_pages, *sizes)
     # Page tables; thresholds and counts of each layer and KV head; what each request read.
     reserved += max_requests * ((max_pages + 2 * layers * geometry.kv_heads) * 4 + 16)
     # What each layer and KV head kept in the last fused step.
-    reserved += most_fused(options, max_requests) * layers * geometry.kv_heads * 4
+    reserved += paths.most_fused(max_requests) * layers * geometry.kv_heads * 4
     if options.offload:
         # Where each listed block is.
         reserved += max_requests * max_pages * geometry.blocks_per_page * geometry.kv_heads * 4

@@ -23,6 +23,7 @@ from sglang_sparse.options import (
     known_values,
 )
 from sglang_sparse.own_pool_options import KV_FORMATS
+from sglang_sparse.selection_options import FFD, check_ffd_bits
 
 _DEST = "sparse_decode"
 
@@ -135,8 +136,8 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     )
     add(
         "path",
-        "With rule top-delta: select and attend in one pass (fused), by way of block lists, or whichever is faster for "
-        "the batch size.",
+        "With rule top-delta: select and attend in one pass (fused), by way of block lists (lists), or as measurements "
+        "of the batch size say (auto).",
         metavar=_braces(PATHS),
     )
     add(
@@ -252,4 +253,10 @@ def _over(below: Mapping[str, Any], values: Mapping[str, Any]) -> SparseDecodeOp
     for name, rule in _OF_ONE_RULE:
         if values.get("rule", rule) != rule:
             below.pop(name, None)
-    return SparseDecodeOptions(**{**below, **values})
+    if values.get("estimator") == FFD:
+        below.pop("thumbnail_bits", None)
+    together = {**below, **values}
+    if together.get("estimator") == FFD and type(together.get("thumbnail_bits")) is int:
+        # Of an object's bits nobody knows whether they were given.
+        check_ffd_bits(together["thumbnail_bits"])
+    return SparseDecodeOptions(**together)

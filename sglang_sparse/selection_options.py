@@ -43,15 +43,20 @@ def _check_strided_mean(options: SparseDecodeOptions) -> None:
         )
 
 
-def _check_ffd(options: SparseDecodeOptions) -> None:
-    """FFD's codes have two bits, which is then what the option's default stands for."""
-    if options.thumbnail_bits == type(options).thumbnail_bits:
-        object.__setattr__(options, "thumbnail_bits", 2)
-    if options.thumbnail_bits != 2:
+def check_ffd_bits(bits: int) -> None:
+    """Raises OptionsError unless these are the bits of FFD's codes."""
+    if bits != 2:
         raise OptionsError(
-            f"{flag('estimator')} ffd does not go with {flag('thumbnail_bits')} {options.thumbnail_bits}: "
+            f"{flag('estimator')} ffd does not go with {flag('thumbnail_bits')} {bits}: "
             f"use {flag('thumbnail_bits')} 2, or {flag('estimator')} thumbnail"
         )
+
+
+def _check_ffd(options: SparseDecodeOptions) -> None:
+    """FFD's codes have two bits, which is what the option's default stands for here; `merge` refuses a given one."""
+    if options.thumbnail_bits == type(options).thumbnail_bits:
+        object.__setattr__(options, "thumbnail_bits", 2)
+    check_ffd_bits(options.thumbnail_bits)
 
 
 def _check_forecast(options: SparseDecodeOptions) -> None:

@@ -274,7 +274,11 @@ def test_the_tail_is_counted_as_scanned() -> None:
 
 
 @pytest.mark.parametrize("changes", FUSED, ids=str)
-def test_the_fused_pass_gives_what_lists_give(changes: dict) -> None:
+@pytest.mark.parametrize("aligned_programs", [1, 10**9], ids=["rows aligned", "rows not aligned"])
+def test_the_fused_pass_gives_what_lists_give(
+    changes: dict, aligned_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparse_kernels._fused_shares.ALIGNED_PROGRAMS", aligned_programs)
     base = {"min_context": 0, "sink_tokens": 4, "window_tokens": 16, **changes}
     fused, lists = (
         Simulation(lengths(), SparseDecodeOptions(**{**base, "path": path}), DEVICE) for path in ("fused", "lists")
@@ -295,13 +299,15 @@ def test_the_fused_pass_gives_what_lists_give(changes: dict) -> None:
             assert torch.equal(fused.step.buffers.request_totals, lists.step.buffers.request_totals)
         else:
             by_row = [out.unflatten(2, (fused.geometry.kv_heads, -1)).flatten(3) for out in outs]
-            close = torch.isclose(*by_row, atol=5e-2, rtol=1e-2).all(-1)
-            others += int((~close).sum())
+            others += int((~torch.isclose(*by_row, atol=5e-2, rtol=1e-2)).any(-1).sum())
+            assert not outs[0].isnan().any()
+            counts = [simulation.step.buffers.block_counts[:, : q.shape[1]] for simulation in (fused, lists)]
+            assert (counts[0] - counts[1]).abs().max() <= 2
         for layer in fused.step.sparse_layers:
             # What the next step shares its work out by.
             assert torch.equal(fused.step.buffers.last_kept[layer], fused.step.buffers.block_counts[layer])
-    # Rounded otherwise, a block at the threshold may be on its other side.
-    assert others <= 0.03 * 40 * LAYERS * 4 * fused.geometry.kv_heads
+    # Rounded otherwise, a block at the threshold may be on its other side; a step is 2.5% of all rows.
+    assert others <= 0.02 * 40 * LAYERS * 4 * fused.geometry.kv_heads
     reading = fused.step.counters.read()
     assert reading.kept_fraction is not None
     assert reading.kept_fraction < 1
@@ -312,13 +318,19 @@ def test_the_fused_pass_gives_what_lists_give(changes: dict) -> None:
 
 def test_auto_picks_by_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     options = SparseDecodeOptions(rule="top-delta", delta=0.1, min_context=0, window_tokens=16)
-    monkeypatch.setattr(paths, "FUSED_BATCHES", {(options.thumbnail_bits, True): (1, 2)})
-    assert paths.describe(options) == "fused at batch 1, 2, else lists (chosen by auto)"
-    assert paths.describe(replace(options, thumbnail_bits=3)) == "lists (chosen by auto)"
-    assert paths.describe(replace(options, tail="drop")) == "lists (chosen by auto)"
-    assert paths.describe(replace(options, path="lists")) == "lists"
-    assert paths.describe(replace(options, path="fused")) == "fused"
-    assert paths.describe(replace(options, rule="coverage", delta=None)) == "lists"
+    monkeypatch.setattr(paths, "FUSED_BATCHES", {(options.thumbnail_bits, True): (1, 2, 4)})
+    # As on a device with so many programs that two requests have 32 for each row.
+    monkeypatch.setattr(paths, "fused_rows_are_aligned", lambda batch, *_, **__: batch <= 2)
+
+    def described(**changes: object) -> str:
+        return str(paths.Paths.of(replace(options, **changes), make_geometry(), DEVICE))
+
+    assert described() == "fused at batch 1, 2, else lists (chosen by auto)"
+    assert described(thumbnail_bits=3) == "lists (chosen by auto)"
+    assert described(tail="drop") == "lists (chosen by auto)"
+    assert described(path="lists") == "lists"
+    assert described(path="fused") == "fused"
+    assert described(rule="coverage", delta=None) == "lists"
     taken = []
     original = DecodeStep._attend_fused
 

@@ -91,12 +91,18 @@ def test_the_kernels_workspaces_are_reserved(path: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("path", "tail", "rows"), [("lists", "drop", 0), ("auto", "mean", 0), ("auto", "drop", 4), ("fused", "mean", 64)]
+    ("path", "bits", "most", "rows"),
+    [("lists", 2, 0, 0), ("auto", 2, 2, 4), ("auto", 3, 0, 0), ("auto", 4, 1, 1), ("fused", 3, 3, 64)],
 )
-def test_what_rows_kept_before_is_reserved_where_batches_take_the_fused_pass(path: str, tail: str, rows: int) -> None:
-    options = SparseDecodeOptions(rule="top-delta", path=path, thumbnail_bits=2, tail=tail)
-    assert paths.most_fused(options, 3) == (3 if path == "fused" else 0)
-    assert paths.most_fused(options, 64) == rows
+def test_what_rows_kept_before_is_reserved_where_batches_take_the_fused_pass(
+    path: str, bits: int, most: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`most`: of up to three requests; `rows`: of up to 64."""
+    monkeypatch.setattr(paths, "fused_rows_are_aligned", lambda *_, **__: True)
+    options = SparseDecodeOptions(rule="top-delta", path=path, thumbnail_bits=bits)
+    chosen = paths.Paths.of(options, GEOMETRY, "meta")
+    assert chosen.most_fused(3) == most
+    assert chosen.most_fused(64) == rows
     made = [
         DecodeBuffers(
             GEOMETRY,
@@ -105,7 +111,7 @@ def test_what_rows_kept_before_is_reserved_where_batches_take_the_fused_pass(pat
             thresholds=[[6.0] * GEOMETRY.kv_heads] * LAYERS,
             selects=True,
             has_tail=True,
-            lists=paths.ever_lists(options),
+            lists=chosen.ever_lists,
             fused_requests=requests,
             device="meta",
         ).bytes
@@ -117,7 +123,7 @@ def test_what_rows_kept_before_is_reserved_where_batches_take_the_fused_pass(pat
         patch.setattr(memory, "workspace_bytes", lambda *_: 0)
         sizes = {"layers": LAYERS, "max_pages": 2048, "max_requests": 64}
         reserved = memory.step_buffer_bytes(options, GEOMETRY, **sizes)
-        patch.setattr(memory, "most_fused", lambda *_: 0)
+        patch.setattr(paths.Paths, "most_fused", lambda *_: 0)
         assert reserved - memory.step_buffer_bytes(options, GEOMETRY, **sizes) == held
 
 

@@ -24,6 +24,21 @@ def test_ffd() -> None:
     assert (options.resolved_tail, options.resolved_delta) == ("drop", 6.0)
 
 
+def test_ffds_codes_have_two_bits(tmp_path: Path) -> None:
+    config = tmp_path / "sparse.json"
+    config.write_text(json.dumps({"thumbnail_bits": 4, "gamma": 0.9}))
+    for given in (
+        {"preset": "ffd", "thumbnail_bits": 4},
+        {"estimator": "ffd", "thumbnail_bits": 3},
+        {"preset": "ffd", "config": str(config)},
+    ):
+        with pytest.raises(OptionsError, match=r"ffd does not go with --sparse-decode-thumbnail-bits [34]: use"):
+            merge(given)
+    # Bits that a file gives for its estimator mean nothing once a flag asks for another.
+    assert merge({"estimator": "ffd", "config": str(config)}).thumbnail_bits == 2
+    assert merge({"preset": "ffd", "estimator": "thumbnail", "thumbnail_bits": 4}).thumbnail_bits == 4
+
+
 def test_sparda() -> None:
     """The constants of its code: windows of 32 keys at stride 16, blocks of 64, 64 of them beside one block of sinks
     and a window of 2,048 tokens, dense up to 8,192 tokens."""

@@ -13,7 +13,6 @@ from sparse_kernels import sparse_attention
 from sglang_sparse.decode_step import DecodeStep
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
-from sglang_sparse.paths import takes_fused
 from sglang_sparse.selection import PseudoMaximum, make_estimator
 from sglang_sparse.tail import make_tail
 
@@ -152,7 +151,7 @@ class StepCase:
     def _counts(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Blocks that the step lists for each row of `q` `[B, Hq, D]`: `[B, Hkv]`."""
         step, b = self.step, self.step.buffers
-        if step.fused and takes_fused(self.options, self.batch):
+        if step.fused and step.paths.takes_fused(self.batch):
             return self._fused_counts(layer, q)
         counts = torch.empty(self.batch, self.geometry.kv_heads, dtype=torch.int32, device=self.device)
         total = torch.zeros(self.geometry.kv_heads, dtype=torch.int64, device=self.device)

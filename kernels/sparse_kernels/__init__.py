@@ -16,7 +16,7 @@ from .block_unpack import block_unpack, block_unpack_reference
 from .combine import combine, combine_reference
 from .coverage_rule import coverage_rule, coverage_rule_reference
 from .expected_blocks import ExpectedWorkspace, expected_blocks, expected_blocks_reference
-from .fused_top_delta import FusedWorkspace, fused_top_delta, fused_top_delta_reference
+from .fused_top_delta import FusedWorkspace, fused_rows_are_aligned, fused_top_delta, fused_top_delta_reference
 from .host_block import pack_blocks, unpack_blocks
 from .open_places import open_places, open_places_reference
 from .page_summary import page_summary, page_summary_reference
@@ -78,6 +78,7 @@ __all__ = [
     "coverage_rule_reference",
     "expected_blocks",
     "expected_blocks_reference",
+    "fused_rows_are_aligned",
     "fused_top_delta",
     "fused_top_delta_reference",
     "open_places",

@@ -13,7 +13,7 @@ from . import _fused_plan as plan
 from . import _fused_shares as fused_shares
 from ._attention_plan import check_attention
 from ._checks import check_choice, check_contiguous, check_dtype, check_rows, check_shape
-from ._dispatch import use_triton
+from ._dispatch import planned_programs, use_triton
 from ._fused_kernel import launch_fused_top_delta
 from ._fused_plan import FusedConfig, FusedWorkspace
 from .attention_tail import AttentionTail
@@ -24,7 +24,28 @@ from .sparse_attention import sparse_attention_reference
 from .thumbnail import BITS, check_thumbnails
 from .top_delta_rule import check_delta, check_forcing, top_delta_rule_reference
 
-__all__ = ["FusedConfig", "FusedWorkspace", "fused_top_delta", "fused_top_delta_reference"]
+__all__ = ["FusedConfig", "FusedWorkspace", "fused_rows_are_aligned", "fused_top_delta", "fused_top_delta_reference"]
+
+
+def fused_rows_are_aligned(
+    batch: int,
+    kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    page_size: int,
+    block_size: int,
+    device: torch.device | str,
+) -> bool:
+    """Whether `fused_top_delta` with `last_kept` gives no program pages of two rows, by default launch options.
+
+    Programs with pages of two rows find two pseudo-maxima, one after the other, and the others wait for them. Sizes are
+    those of `FusedWorkspace.create`.
+    """
+    config = plan.fused_config(group_size, head_dim, page_size, block_size, dtype)
+    programs = planned_programs(torch.empty(0, device=device), config.programs_per_sm, kv_heads)
+    return fused_shares.aligned(batch * kv_heads, programs)
 
 
 def fused_top_delta_reference(

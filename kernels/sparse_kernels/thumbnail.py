@@ -50,7 +50,8 @@ def quantise(
     """
     levels = 2**bits - 1
     high = keys.abs().amax(1) if symmetric else keys.amax(1)
-    low = _floor_to_bfloat16(-high if symmetric else keys.amin(1))
+    # 0 - high, so that a channel of zeros has the same bits as in the kernel.
+    low = _floor_to_bfloat16(0.0 - high if symmetric else keys.amin(1))
     low32 = low.float()
     # Not divided by the number itself: on CUDA torch would multiply by its rounded reciprocal.
     step = _ceil_to_bfloat16((high - low32) / torch.full_like(high, levels))
@@ -130,7 +131,7 @@ def quantise_tile(keys, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr):
     """Codes (int32, `[T, W]`), bit patterns of low and step (`[W]`) and `(k - low) / step` of fp32 keys `[T, W]`."""
     if SYMMETRIC:
         high = tl.max(tl.abs(keys), 0)
-        low_bits = bfloat16_bits.floor_bits(-high)
+        low_bits = bfloat16_bits.floor_bits(0.0 - high)
     else:
         high = tl.max(keys, 0)
         low_bits = bfloat16_bits.floor_bits(tl.min(keys, 0))

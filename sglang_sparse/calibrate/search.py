@@ -43,7 +43,8 @@ EVERYTHING = Choice(1.0, 0.0, None)
 
 
 def server_estimators() -> list[dict[str, Any]]:
-    """Options of every estimator that the server has, `exact` aside."""
+    """Options of the estimators that are searched: those that guess masses, but `exact` and `ffd`, which is `thumbnail`
+    with other codes of two bits and larger errors."""
     thumbnails = [{"estimator": "thumbnail", "thumbnail_bits": bits} for bits in THUMBNAIL_BITS]
     return [*thumbnails, *({"estimator": name} for name in ("mean", "mean-variance", "minmax"))]
 

@@ -120,8 +120,8 @@ class CoverageHistory:
             worst = sorted(means, key=lambda layer: -means[layer])[:WORST_LAYERS]
             logger.warning(
                 "Sparse decode: over the last %d audited samples, the blocks read cover %.3f less of the attention "
-                "mass than %s asks for (means over KV heads; tolerated: %g): raise it, raise "
-                "--sparse-decode-thumbnail-bits if it is below 4, or add the worst layers to "
+                "mass than %s asks for (means over KV heads; tolerated: %g): raise it, use --sparse-decode-estimator "
+                "thumbnail and --sparse-decode-thumbnail-bits 4 if it is another or fewer, or add the worst layers to "
                 "--sparse-decode-dense-layers: %s (short by %s)",
                 WINDOW,
                 shortfall,

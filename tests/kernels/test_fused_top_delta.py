@@ -472,7 +472,7 @@ def test_each_page_has_one_program_and_rows_have_programs_without_gaps(seed, is_
     found = torch.full((programs, 64, 4), -1, dtype=torch.int32, device=DEVICE)
     arguments = (lengths.int().to(DEVICE), kept.int().to(DEVICE), batch, kv_heads)
     if is_aligned:
-        programs = max(programs, batch * kv_heads + 1 + seed)
+        programs = batch * kv_heads + 1 + 3 * seed
         found = torch.full((programs, 1, 4), -1, dtype=torch.int32, device=DEVICE)
         _aligned_segments[(programs,)](found, *arguments, ROWS=4)
     else:

@@ -74,7 +74,7 @@ def test_bounds_and_round_trip(impl, bits, page_size, head_dim, dtype, symmetric
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_kernel_equals_reference_bit_for_bit(bits, page_size, head_dim, dtype, symmetric, device):
     keys = make_keys(page_size, head_dim, dtype).to(device)
-    pages = torch.tensor([6, -1, 1, 3, 2, -1], dtype=torch.int32, device=device)
+    pages = torch.tensor([6, -1, 1, 3, 2, 5, -1], dtype=torch.int32, device=device)
     codes, low_step = make_thumbnails(keys, pages, bits, page_size, "triton", symmetric)
     expected_codes, expected_low_step = make_thumbnails(keys, pages, bits, page_size, "torch", symmetric)
     assert torch.equal(codes, expected_codes)

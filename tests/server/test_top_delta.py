@@ -43,3 +43,16 @@ def test_both_paths_answer_the_same_and_obey_delta(start_server: Any, random_lla
         by_layer = info["audit"]["by_layer"]
         assert by_layer
         assert all(0.1 < layer["mean"] < 1 for layer in by_layer.values())
+
+
+def test_preset_ffd_is_served(start_server: Any, random_llama: Path) -> None:
+    generator = random.Random(4)
+    prompts = [[generator.randrange(256) for _ in range(length)] for length in (500, 260)]
+    flags = ("--sparse-decode-preset", "ffd", "--sparse-decode-delta", "0.3", "--sparse-decode-min-context", "128")
+    server = start_server(random_llama, "--sparse-decode", *flags, "--sparse-decode-window-tokens", "16")
+    assert "estimator ffd, rule top-delta, path lists (chosen by auto), tail drop" in server.log.read_text()
+    answers = server.generate_many(prompts, TOKENS, at_once=2)
+    assert all(len(answer["output_ids"]) == TOKENS for answer in answers)
+    info = server.sparse_info()
+    assert (info["options"]["estimator"], info["options"]["thumbnail_bits"]) == ("ffd", 2)
+    assert 0 < info["kept_fraction"] <= 1
