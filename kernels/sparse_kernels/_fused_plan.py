@@ -67,6 +67,11 @@ def fused_config(group_size: int, head_dim: int, page_size: int, block_size: int
     )
 
 
+def default_programs(config: FusedConfig, kv_heads: int, device: torch.device | str) -> int:
+    """The grid of these launch options on a device."""
+    return planned_programs(torch.empty(0, device=device), config.programs_per_sm, kv_heads)
+
+
 @dataclass(frozen=True)
 class FusedWorkspace:
     """Caller-owned buffers; one workspace serves any batch and any layer in turn.
@@ -125,7 +130,7 @@ class FusedWorkspace:
         """
         check_sizes(page_size, block_size)
         config = config or fused_config(group_size, head_dim, page_size, block_size, dtype)
-        programs = num_programs or planned_programs(torch.empty(0, device=device), config.programs_per_sm, kv_heads)
+        programs = num_programs or default_programs(config, kv_heads, device)
 
         def int32(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)

@@ -13,7 +13,7 @@ from . import _fused_plan as plan
 from . import _fused_shares as fused_shares
 from ._attention_plan import check_attention
 from ._checks import check_choice, check_contiguous, check_dtype, check_rows, check_shape
-from ._dispatch import planned_programs, use_triton
+from ._dispatch import use_triton
 from ._fused_kernel import launch_fused_top_delta
 from ._fused_plan import FusedConfig, FusedWorkspace
 from .attention_tail import AttentionTail
@@ -44,8 +44,7 @@ def fused_rows_are_aligned(
     those of `FusedWorkspace.create`.
     """
     config = plan.fused_config(group_size, head_dim, page_size, block_size, dtype)
-    programs = planned_programs(torch.empty(0, device=device), config.programs_per_sm, kv_heads)
-    return fused_shares.aligned(batch * kv_heads, programs)
+    return fused_shares.aligned(batch * kv_heads, plan.default_programs(config, kv_heads, device))
 
 
 def fused_top_delta_reference(

@@ -15,6 +15,7 @@ from sparse_kernels import (
     SelectionTap,
     TapPoint,
     block_statistics,
+    fused_rows_are_aligned,
     fused_top_delta,
     thumbnail,
 )
@@ -505,6 +506,30 @@ def test_programs_get_equal_costs():
     by_head = [int((found[:, 1] == h).sum()) for h in range(2)]
     assert sum(by_head) in (59, 60)
     assert by_head[0] == pytest.approx(50, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_size", "multiprocessors", "batches"),
+    [
+        ((8, 4, 128), 64, 132, [1, 2, 4]),
+        ((8, 8, 128), 64, 132, [1, 2]),
+        ((8, 4, 128), 128, 132, [1, 2]),
+        ((32, 1, 96), 64, 132, [1]),
+        ((8, 4, 128), 64, 108, [1, 2]),
+    ],
+    ids=["Llama-3.1-8B", "groups of 8", "pages of 128", "32 KV heads", "A100"],
+)
+def test_rows_are_aligned_where_32_programs_are_there_for_each(shape, page_size, multiprocessors, batches, monkeypatch):
+    """Batches of 1, 2 and 4, as docs/performance.md names them; by the grid that a workspace has."""
+    monkeypatch.setattr(
+        "sparse_kernels._fused_plan.planned_programs",
+        lambda _, per_multiprocessor, kv_heads: multiprocessors * per_multiprocessor // kv_heads * kv_heads,
+    )
+    sizes = {"page_size": page_size, "block_size": 16, "device": "meta"}
+    arguments = (*shape, torch.bfloat16)
+    programs = FusedWorkspace.create(*arguments, **sizes).num_programs
+    assert [batch for batch in (1, 2, 4) if fused_rows_are_aligned(batch, *arguments, **sizes)] == batches
+    assert [batch for batch in (1, 2, 4) if aligned(batch * shape[0], programs)] == batches
 
 
 def test_refuses_what_does_not_fit():

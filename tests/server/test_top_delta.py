@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,10 @@ def test_preset_ffd_is_served(start_server: Any, random_llama: Path) -> None:
     prompts = [[generator.randrange(256) for _ in range(length)] for length in (500, 260)]
     flags = ("--sparse-decode-preset", "ffd", "--sparse-decode-delta", "0.3", "--sparse-decode-min-context", "128")
     server = start_server(random_llama, "--sparse-decode", *flags, "--sparse-decode-window-tokens", "16")
-    assert "estimator ffd, rule top-delta, path lists (chosen by auto), tail drop" in server.log.read_text()
+    # The fused pass where a GPU has programs enough, lists elsewhere.
+    assert re.search(
+        r"estimator ffd, rule top-delta, path .*lists \(chosen by auto\), tail drop", server.log.read_text()
+    )
     answers = server.generate_many(prompts, TOKENS, at_once=2)
     assert all(len(answer["output_ids"]) == TOKENS for answer in answers)
     info = server.sparse_info()
