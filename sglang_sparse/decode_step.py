@@ -21,7 +21,7 @@ from sglang_sparse.observe.counters import DecodeCounters
 from sglang_sparse.observe.layer_clock import ATTENTION, ESTIMATE, RULE, LayerClock, layer_to_time
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.paths import Paths
-from sglang_sparse.selection import PseudoMaximum, make_estimator, make_rule
+from sglang_sparse.selection import Maxima, PseudoMaximum, make_estimator, make_rule
 from sglang_sparse.selection_options import FORECAST
 from sglang_sparse.split.sizes import read_bytes as split_read_bytes
 from sglang_sparse.summaries import PageSummaries
@@ -288,15 +288,7 @@ class DecodeStep:
             block_max=maxima.blocks if maxima else None,
         )
         if maxima:
-            self._pseudo_maximum.write(
-                q,
-                k_pool,
-                page_table,
-                seq_lens,
-                scale=scale,
-                min_context=self.options.min_context,
-                maxima=maxima,
-            )
+            self._write_pseudo_maximum(layer, q, k_pool, page_table, turn, scale, maxima)
         if self.clock:
             self.clock.end(layer, ESTIMATE)
         self.rule.select(
@@ -317,6 +309,27 @@ class DecodeStep:
             return block_lists, block_counts, None
         tail = AttentionTail(b.log_mass[rows], b.kept_mask[rows], self.summaries.value_means(layer))
         return block_lists, block_counts, tail
+
+    def _write_pseudo_maximum(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        page_table: torch.Tensor,
+        turn: slice,
+        scale: float,
+        maxima: Maxima,
+    ) -> None:
+        """Writes each head's largest score over the keys of the forced blocks."""
+        self._pseudo_maximum.write(
+            q,
+            k_pool,
+            page_table,
+            self.buffers.seq_lens[turn],
+            scale=scale,
+            min_context=self.options.min_context,
+            maxima=maxima,
+        )
 
     def _ranking(self, layer: int, q: torch.Tensor, turn: slice) -> torch.Tensor:
         """What blocks are ranked by: `q`, or a forecast of it. What attends is `q` in any case."""

@@ -104,9 +104,9 @@ def check_kv_format(options: SparseDecodeOptions) -> None:
     for wrong, name, instead in (
         (options.offload, f"{flag('offload')}, which keeps keys as they are", f"remove {flag('offload')}"),
         (
-            options.rule == "top-delta",
-            f"{flag('rule')} top-delta, which compares exact scores",
-            f"use {flag('rule')} coverage or top-k",
+            options.path == "fused",
+            f"{flag('path')} fused, which reads keys as they are",
+            f"use {flag('path')} lists",
         ),
         (
             options.estimator != "thumbnail",

@@ -42,7 +42,8 @@ class Paths:
     @classmethod
     def of(cls, options: SparseDecodeOptions, geometry: Geometry, device: torch.device | str) -> Paths:
         """The paths for a layer's shape on a device."""
-        can_fuse = options.rule == "top-delta" and options.estimator in THUMBNAILS
+        # The fused pass reads keys as they are.
+        can_fuse = options.rule == "top-delta" and options.estimator in THUMBNAILS and options.kv_format == "model"
         by_auto = can_fuse and options.path == "auto"
         batches = FUSED_BATCHES.get((options.thumbnail_bits, options.resolved_tail != "drop"), ()) if by_auto else ()
         return cls(

@@ -55,6 +55,7 @@ ON_REQUEST = (
     "split_attention",
     "split_quantise",
     "split_dequantise",
+    "split_maximum",
     "split_store",
     "offload_step",
 )

@@ -36,6 +36,7 @@ from .sparse_attention import AttentionWorkspace, sparse_attention, sparse_atten
 from .split_attention import split_attention, split_attention_reference
 from .split_dequantise import split_dequantise, split_dequantise_reference
 from .split_keys import SplitKeys
+from .split_maximum import split_maximum, split_maximum_reference
 from .split_quantise import split_quantise, split_quantise_reference
 from .split_store import split_store, split_store_reference
 from .step_totals import step_totals
@@ -114,6 +115,8 @@ __all__ = [
     "split_attention_reference",
     "split_dequantise",
     "split_dequantise_reference",
+    "split_maximum",
+    "split_maximum_reference",
     "split_quantise",
     "split_quantise_reference",
     "split_store",

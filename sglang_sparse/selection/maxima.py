@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sparse_kernels import pseudo_maximum
+from sparse_kernels import SplitKeys, pseudo_maximum, split_maximum
 
 from sglang_sparse.geometry import Geometry
 from sglang_sparse.options import SparseDecodeOptions
@@ -19,7 +19,7 @@ class Maxima:
     blocks: torch.Tensor
     """`[B, Hkv, G, N]` fp32: largest score of each block, as the estimator sees it."""
     pseudo: torch.Tensor
-    """`[B, Hkv, G]` fp32: largest exact score over the forced blocks."""
+    """`[B, Hkv, G]` fp32: largest score over the forced blocks, by their keys as attention reads them."""
 
     @classmethod
     def create(cls, requests: int, geometry: Geometry, blocks: int, device: torch.device | str) -> Maxima:
@@ -60,4 +60,20 @@ class PseudoMaximum:
         """Writes `maxima.pseudo` of the rows of at least `min_context` tokens."""
         pseudo_maximum(
             q, k_pool, page_table, seq_lens, scale=scale, min_context=min_context, out=maxima.pseudo, **self._sizes
+        )
+
+    def write_split(
+        self,
+        q: torch.Tensor,
+        keys: SplitKeys,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scale: float,
+        min_context: int,
+        maxima: Maxima,
+    ) -> None:
+        """The same from split keys: of closed pages what codes and residuals stand for, as attention reads them."""
+        split_maximum(
+            q, keys, page_table, seq_lens, scale=scale, min_context=min_context, out=maxima.pseudo, **self._sizes
         )

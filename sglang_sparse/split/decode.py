@@ -12,6 +12,7 @@ from sglang_sparse.geometry import Geometry
 from sglang_sparse.observe.layer_clock import ATTENTION
 from sglang_sparse.options import SparseDecodeOptions
 from sglang_sparse.own_pool_decode import OwnPoolDecode
+from sglang_sparse.selection import Maxima
 
 
 class SplitDecode(OwnPoolDecode):
@@ -96,6 +97,28 @@ class SplitDecode(OwnPoolDecode):
         for turn in self._turns(batch):
             self._decode_turn(layer, q[turn], turn, scale, out[turn])
         self._count_requests(layer, batch)
+
+    def _write_pseudo_maximum(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        page_table: torch.Tensor,
+        turn: slice,
+        scale: float,
+        maxima: Maxima,
+    ) -> None:
+        b = self.buffers
+        keys = self.keys(layer, turn)
+        self._pseudo_maximum.write_split(
+            q,
+            keys,
+            b.page_table[turn],
+            b.seq_lens[turn],
+            scale=scale,
+            min_context=self.options.min_context,
+            maxima=maxima,
+        )
 
     def _decode_turn(self, layer: int, q: torch.Tensor, turn: slice, scale: float, out: torch.Tensor) -> None:
         b, g = self.buffers, self.geometry

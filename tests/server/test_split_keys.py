@@ -100,3 +100,13 @@ def test_sparse_decode_finds_a_fact_and_reads_fewer_bytes(servers: tuple[Any, An
     assert 0 < split["kept_fraction"] < 1
     # A block has fewer bytes than in the model's dtype.
     assert split["bytes_read_fraction"] < plain["bytes_read_fraction"]
+
+
+def test_top_delta_over_split_keys_finds_a_fact(start_server: Any, smollm2: Path) -> None:
+    """Kept blocks are found by the codes, and by the largest score of sinks and window as they are kept."""
+    server = start_server(smollm2, *SPARSE, *CHUNKS, *SPLIT, "--sparse-decode-rule", "top-delta")
+    assert "1968" in server.generate(question("Cedar"), 8)["text"]
+    info = server.idle_info()
+    assert info["self_check"]["stale_pages"] == 0
+    assert info["options"]["rule"] == "top-delta"
+    assert 0 < info["kept_fraction"] < 1

@@ -25,6 +25,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"gamma": 0.9, "dense_layers": (1,)},
     {"rule": "all"},
     {"gamma_by_head": ((0.9, 0.4), (0.5, 1))},
+    {"rule": "top-delta", "delta": 2.0},
+    {"rule": "top-delta", "delta": 1.0, "sink_tokens": 40, "window_tokens": 70, "tail": "drop", "min_context": 150},
 ]
 
 

@@ -29,8 +29,10 @@ def test_flag_transport_and_what_it_sets() -> None:
     [
         ({"kv_format": "int4"}, "--sparse-decode-kv-format is 'int4': choose one of model, split"),
         ({"offload": True}, "--sparse-decode-kv-format split does not go with --sparse-decode-offload"),
-        ({"rule": "top-delta"}, "split does not go with --sparse-decode-rule top-delta, which compares exact scores"),
-        ({"rule": "top-delta", "path": "fused"}, "split does not go with --sparse-decode-rule top-delta"),
+        (
+            {"rule": "top-delta", "path": "fused"},
+            "split does not go with --sparse-decode-path fused, which reads keys as",
+        ),
         ({"estimator": "exact"}, "split does not go with --sparse-decode-estimator exact: use"),
         ({"estimator": "minmax"}, "split does not go with --sparse-decode-estimator minmax: use"),
         ({"thumbnail_bits": 3}, "split does not go with --sparse-decode-thumbnail-bits 3: use"),
