@@ -228,6 +228,13 @@ def split_dequantise(s: Sizes) -> None:
     sk.split_dequantise(*split_pages(s).values(), int32(2), page_size=s.page_size, out=out)
 
 
+def split_maximum(s: Sizes) -> None:
+    keys = sk.SplitKeys(**split_pages(s), open_keys=s.pool(), open_rows=int32(s.batch))
+    out = torch.zeros(s.batch, s.kv_heads, s.group_size)
+    inputs = (s.queries(), keys, s.page_table(), s.seq_lens())
+    sk.split_maximum(*inputs, scale=s.head_dim**-0.5, **s.rule_sizes, out=out)
+
+
 def split_attention(s: Sizes, lists: bool, tail: bool = False, lse: bool = False) -> None:
     keys = sk.SplitKeys(**split_pages(s), open_keys=s.pool(), open_rows=int32(s.batch))
     kept = (s.lists(), s.counts()) if lists else (None, None)
@@ -373,6 +380,7 @@ CASES = [
     case(split_store, "", LLAMA),
     *(case(split_quantise, variant, sizes) for variant, sizes in (("", LLAMA), ("small", SMALL), ("dim-96", PHI))),
     *(case(split_dequantise, variant, sizes) for variant, sizes in (("", LLAMA), ("small", SMALL))),
+    *(case(split_maximum, variant, sizes) for variant, sizes in (("", LLAMA), ("small", SMALL), ("dim-96", PHI))),
     case(split_attention, "all-blocks-small", SMALL, lists=False),
     case(split_attention, "tail", LLAMA, lists=True, tail=True),
     case(split_attention, "tail-group-7", QWEN, lists=True, tail=True, lse=True),

@@ -79,27 +79,30 @@ def test_same_tokens_with_any_forecast(
     assert shown["hidden_share"] == shown["used_bytes"] / (shown["used_bytes"] + offload["missed_bytes"])
 
 
-def test_heads_of_another_model_are_refused_at_start(random_llama: Path, noise: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["of another model", "not finite"])
+def test_heads_that_do_not_fit_are_refused_at_start(
+    fault: str, random_llama: Path, model: Path, noise: Path, tmp_path: Path
+) -> None:
     skip_unless_served(OFFLOAD)
-    parts = parts_of(random_llama)
-    heads = {layer: (p.weight, p.bias) for layer, p in folded_forecast(parts).projections.items()}
-    path = tmp_path / "nan.safetensors"
-    write_heads(
-        path, {layer: (weight * float("nan"), bias) for layer, (weight, bias) in heads.items()}, parts.identity()
+    if fault == "of another model":
+        served, given = random_llama, noise
+        message = "was trained for another model, of architecture Qwen3ForCausalLM and not Llama"
+    else:
+        parts = parts_of(model)
+        folded = folded_forecast(parts).projections
+        heads = {layer: (each.weight * float("nan"), each.bias) for layer, each in folded.items()}
+        served, given = model, tmp_path / "nan.safetensors"
+        write_heads(given, heads, parts.identity())
+        message = "layers.1.weight has numbers that are not finite: train the heads anew"
+    done = subprocess.run(
+        command(served, *FLAGS, *OFFLOAD, FORECAST, str(given)),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=240,
+        check=False,
     )
-    for given, message in (
-        (noise, f"{FORECAST} {noise}: was trained for another model, of architecture Qwen3ForCausalLM and not Llama"),
-        (path, f"{FORECAST} {path}: layers.1.weight has numbers that are not finite: train the heads anew"),
-    ):
-        done = subprocess.run(
-            command(random_llama, *FLAGS, *OFFLOAD, FORECAST, str(given)),
-            capture_output=True,
-            text=True,
-            env=environment(),
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode != 0
-        lines = [line for line in done.stderr.splitlines() if line.startswith("sglang-sparse: error: ")]
-        assert len(lines) == 1, done.stderr[-3000:]
-        assert message in lines[0]
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("sglang-sparse: error: ")]
+    assert len(lines) == 1, done.stderr[-3000:]
+    assert f"{FORECAST} {given}: {message}" in lines[0]
