@@ -15,7 +15,6 @@ from test_offload import FLAGS, OFFLOAD, prompts
 from sglang_sparse.calibrate.model import load_model
 from sglang_sparse.forecast.heads_file import write_heads
 from sglang_sparse.forecast.model_parts import ModelParts, parts_of_transformers
-from sglang_sparse.forecast.projections import folded_forecast
 
 pytestmark = pytest.mark.server
 
@@ -35,15 +34,19 @@ def parts_of(folder: Path) -> ModelParts:
     return parts_of_transformers(load_model(folder, lambda *_: None, device="cpu", dtype=torch.float32), positions=8)
 
 
-@pytest.fixture(scope="module")
-def noise(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_noise(path: Path, model: Path, factor: float = 1.0) -> None:
     """Heads that know nothing."""
     parts = parts_of(model)
     shape = (parts.kv_heads * parts.head_dim, parts.hidden_size)
     generator = torch.Generator().manual_seed(1)
-    heads = {layer: (torch.randn(shape, generator=generator), None) for layer in parts.forecastable()}
-    path = tmp_path_factory.mktemp("heads") / "noise.safetensors"
+    heads = {layer: (torch.randn(shape, generator=generator) * factor, None) for layer in parts.forecastable()}
     write_heads(path, heads, parts.identity())
+
+
+@pytest.fixture(scope="module")
+def noise(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("heads") / "noise.safetensors"
+    write_noise(path, model)
     return path
 
 
@@ -88,11 +91,8 @@ def test_heads_that_do_not_fit_are_refused_at_start(
         served, given = random_llama, noise
         message = "was trained for another model, of architecture Qwen3ForCausalLM and not Llama"
     else:
-        parts = parts_of(model)
-        folded = folded_forecast(parts).projections
-        heads = {layer: (each.weight * float("nan"), each.bias) for layer, each in folded.items()}
         served, given = model, tmp_path / "nan.safetensors"
-        write_heads(given, heads, parts.identity())
+        write_noise(given, model, float("nan"))
         message = "layers.1.weight has numbers that are not finite: train the heads anew"
     done = subprocess.run(
         command(served, *FLAGS, *OFFLOAD, FORECAST, str(given)),
