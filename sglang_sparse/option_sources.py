@@ -137,7 +137,7 @@ def add_flags(parser: argparse.ArgumentParser, on_enable: Callable[[], None] = l
     add(
         "path",
         "With rule top-delta: select and attend in one pass (fused), by way of block lists (lists), or as measurements "
-        "of the batch size say (auto).",
+        "of the batch size say (auto). With split keys always lists.",
         metavar=_braces(PATHS),
     )
     add(

@@ -22,9 +22,12 @@ from ._checks import (
 )
 from ._dispatch import use_triton
 from ._selection import forced_blocks
-from .pseudo_maximum import forced_range, forced_tile
+from .pseudo_maximum import forced_range
 from .split_dequantise import _UNIT, _UNITS, _ZERO
 from .split_keys import SplitKeys, reconstruct
+
+_TILE = 64
+"""Tokens that are scored together at most, in one page: tiles follow one another, each waiting for what it loads."""
 
 
 def split_maximum_reference(
@@ -49,13 +52,11 @@ def split_maximum_reference(
         sink, tail = forced_blocks(length, page_size, block_size, sink_tokens, window_tokens)
         tokens = torch.arange(length, device=q.device)
         tokens = tokens[(tokens // block_size < sink) | (tokens // block_size >= tail)]
-        closed = length // page_size
-        pages = page_table[b, :closed].long().unique()
+        closed = length // page_size * page_size
+        in_closed, in_open = tokens[tokens < closed], tokens[tokens >= closed]
+        pages, own = page_table[b, in_closed // page_size].long().unique(return_inverse=True)
         whole = reconstruct(keys.codes[pages], keys.low_step[pages], keys.residual[pages])
-        own = torch.searchsorted(pages, page_table[b, :closed].long())
-        in_closed = tokens[tokens < closed * page_size]
-        in_open = tokens[tokens >= closed * page_size]
-        of_closed = whole[own[in_closed // page_size], :, in_closed % page_size]
+        of_closed = whole[own, :, in_closed % page_size]
         of_open = keys.open_keys[int(keys.open_rows[b]) * page_size + in_open % page_size].float()
         queries = q[b].view(kv_heads, -1, q.shape[2]).float()
         scores = torch.matmul(queries, torch.cat((of_closed, of_open)).permute(1, 2, 0)) * scale
@@ -246,6 +247,6 @@ def split_maximum(
         WIDTH=max(16, triton.next_power_of_2(head_dim // 4)),
         PAGE=page_size,
         BLOCK=block_size,
-        T=forced_tile(page_size, head_dim, torch.float32),
+        T=min(page_size, _TILE),
         num_warps=4,
     )

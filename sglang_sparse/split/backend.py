@@ -57,14 +57,19 @@ class SplitDecodeBackend(OwnPoolDecodeBackend):
         shape = pool.shape
         logger.info(
             "Sparse decode with split keys: %d tokens of %.0f instead of %.0f bytes in each layer and KV head (%.1f%% "
-            "less), estimator thumbnail with %d bits; open pages of %d requests %.2f GB, prefill %.2f GB.",
+            "less), estimator thumbnail with %d bits, rule %s, path %s, tail %s; open pages of %d requests %.2f GB, "
+            "step buffers %.2f GB, prefill %.2f GB.",
             pool.size,
             shape.value_bytes + shape.key_bytes,
             geometry.kv_bytes,
             100 * shape.saving,
             options.thumbnail_bits,
+            self.step.rule.name,
+            self.step.paths,
+            options.resolved_tail,
             rows,
             self.split.open_keys.nbytes / 1e9,
+            self.step.buffers.bytes / 1e9,
             shape.staging_bytes(width) / 1e9,
         )
 

@@ -108,11 +108,11 @@ class SplitDecode(OwnPoolDecode):
         scale: float,
         maxima: Maxima,
     ) -> None:
+        # Not by `page_table`, which has rows of open pages in their place: split keys name these themselves.
         b = self.buffers
-        keys = self.keys(layer, turn)
         self._pseudo_maximum.write_split(
             q,
-            keys,
+            self.keys(layer, turn),
             b.page_table[turn],
             b.seq_lens[turn],
             scale=scale,

@@ -380,7 +380,10 @@ CASES = [
     case(split_store, "", LLAMA),
     *(case(split_quantise, variant, sizes) for variant, sizes in (("", LLAMA), ("small", SMALL), ("dim-96", PHI))),
     *(case(split_dequantise, variant, sizes) for variant, sizes in (("", LLAMA), ("small", SMALL))),
-    *(case(split_maximum, variant, sizes) for variant, sizes in (("", LLAMA), ("small", SMALL), ("dim-96", PHI))),
+    *(
+        case(split_maximum, variant, sizes)
+        for variant, sizes in (("", LLAMA), ("small", SMALL), ("dim-96", PHI), ("group-7", QWEN), ("dim-256", GEMMA))
+    ),
     case(split_attention, "all-blocks-small", SMALL, lists=False),
     case(split_attention, "tail", LLAMA, lists=True, tail=True),
     case(split_attention, "tail-group-7", QWEN, lists=True, tail=True, lse=True),

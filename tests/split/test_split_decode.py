@@ -149,9 +149,10 @@ def test_dense_steps_between_others() -> None:
     assert sparse[0] < 0.9 * sparse[1]
 
 
-def test_requests_that_are_served_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", [{"gamma": 0.9}, {"rule": "top-delta", "delta": 1.0}])
+def test_requests_that_are_served_in_turns(rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "MAX_STEP_BYTES", 1)
-    pair = Pair(SparseDecodeOptions(kv_format="split", gamma=0.9, min_context=64), [300, 150, 220])
+    pair = Pair(SparseDecodeOptions(kv_format="split", min_context=64, **rule), [300, 150, 220])
     assert pair.split.buffers.turn == 1
     for _ in range(5):
         pair.step([0, 1, 2])
